@@ -13,12 +13,12 @@ from statistics import fmean
 from typing import Final
 
 from narrows.bench.kit.rows import Column, Json, Row, Short, bench
-from narrows.bench.kit.run import HURRY, TENSORS, WIDTH, Run, Toy, thread_cpu_s
-from narrows.proto.errors import ConfigError
+from narrows.bench.kit.run import HURRY, TENSORS, Run, Toy, thread_cpu_s
 from narrows.proto.units import BitRate
 
 LEARNERS: Final = 2
 FRAGMENTS: Final = 4
+PARAMS: Final = 1 << 24
 ROUNDS_BEFORE: Final = 2
 """Rounds of every fragment before the clock starts: first copies and caches are over then."""
 
@@ -52,20 +52,12 @@ class Cell:
     """Time that is measured."""
 
 
-def loop(*, short: Short = False, json: Json = None, params: int = 1 << 24) -> None:
-    """Measure rounds per second, seconds per exchange, and CPU by stage at broker and learner.
-
-    Parameters
-    ----------
-    params
-        Parameters of the model, a multiple of 4,096.
-    """
-    if params < 1 or params % (FRAGMENTS * TENSORS * WIDTH):
-        raise ConfigError("--params", expected="a multiple of 4096", got=str(params))
+def loop(*, short: Short = False, json: Json = None) -> None:
+    """Measure rounds per second, seconds per exchange, and CPU by stage at broker and learner."""
     rates = ("0", "1Gbit/s") if short else ("0", "1Gbit/s", "100Mbit/s")
     modes = ("decoupled", "diloco")
     seconds = 5.0 if short else 15.0
-    cells = [Cell(mode, rate, params, seconds) for mode in modes for rate in rates]
+    cells = [Cell(mode, rate, PARAMS, seconds) for mode in modes for rate in rates]
     bench("loop", cells, measure, COLUMNS, headline, json=json)
 
 

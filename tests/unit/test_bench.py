@@ -97,8 +97,8 @@ def test_a_codec_is_worth_its_bits() -> None:
     gaussian = row("gaussian", "int4-zstd", 0.5)
     assert 0 < gaussian["bits_per_param"] - gaussian["gaussian_bound_bits"] < 0.5
     assert row("gaussian", "absmax int4 by 256", None)["bits_per_param"] == 4 + 32 / 256
-    lossless = row("sparse_rows", "f32-blosc2", None)
-    assert lossless["snr_db"] is None and lossless["bits_per_param"] < 3
+    lossless = row("student_t", "f32-blosc2", None)
+    assert lossless["snr_db"] is None and 20 < lossless["bits_per_param"] < 32
     recorded = row("recorded", "int8-zstd", 0.25)
     assert recorded["snr_db"] > 20 and 3 < recorded["bits_per_param"] < 5
 
@@ -124,11 +124,6 @@ def test_all_goes_on_after_a_bench_that_failed(
     said = json.loads((tmp_path / "new" / "codec.json").read_text())
     assert {row["codec"] for row in said["rows"]} >= {"int4-zstd"}
     assert "bits per parameter" in capsys.readouterr().out
-
-
-def test_a_model_that_cannot_be_cut_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a multiple of 4096"):
-        loop.loop(params=5000)
 
 
 @pytest.mark.parametrize("bench", [bandwidth.bandwidth, chaos.chaos, loop.loop])
