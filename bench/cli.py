@@ -25,22 +25,20 @@ for _name, _help in BENCHES.items():
 
 
 @bench.command(name="all")
-def run_all(*, folder: Path = Path("runs/bench"), full: bool = False) -> None:
+def run_all(*, folder: Path = Path("runs/bench")) -> None:
     """Run every bench in its short form, one after the other.
 
     Parameters
     ----------
     folder
         Folder for the rows of each, in NAME.json.
-    full
-        Run their full forms, which take hours.
     """
     from narrows.proto.errors import ErrorCode, NarrowsError
 
     failed: dict[str, Exception] = {}
     for name in BENCHES:
         print(f"-- {name}", flush=True)
-        options = ["--json", str(folder / f"{name}.json"), *([] if full else ["--short"])]
+        options = ["--short", "--json", str(folder / f"{name}.json")]
         try:
             bench([name, *options], result_action="return_value")
         except (NarrowsError, OSError) as error:

@@ -73,7 +73,7 @@ def codec(*, short: Short = False, json: Json = None) -> None:
     # 16 MiB as float32 are more than the caches of a core hold.
     elements, rhos = (1 << 20, (0.5,)) if short else (1 << 22, (0.4, 0.5, 0.7, 1.0))
     cells: list[Cell] = []
-    for data in ("gaussian", "student_t", "recorded" if RECORDING.exists() else "sparse_rows"):
+    for data in ("gaussian", "student_t", *(["recorded"] if RECORDING.exists() else [])):
         cells += [Cell(data, "int4-zstd", rho, elements) for rho in rhos]
         cells.append(Cell(data, "int8-zstd", 0.25, elements))
         cells += [Cell(data, name, None, elements) for name in (LOSSLESS, *ABSMAX)]
@@ -174,8 +174,6 @@ def _data(name: str, count: int) -> tuple[Fragment, F32]:
         drawn = rng.standard_t(3, size=count)
     else:
         drawn = rng.standard_normal(count)
-    if name == "sparse_rows":  # An embedding, most of whose tokens did not occur.
-        drawn.reshape(-1, 1024)[rng.random(count // 1024) > 0.03] = 0.0
     return _fragment([count]), (RMS * drawn).astype(np.float32)
 
 

@@ -7,18 +7,18 @@ the parameters of the merged fragments: nanoseconds per parameter and round.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
 
 from narrows.bench.kit.rows import Column, Json, Row, Short, bench
-from narrows.bench.kit.run import HURRY, TENSORS, WIDTH, Run, Toy, thread_cpu_s
-from narrows.proto.errors import ConfigError
+from narrows.bench.kit.run import HURRY, TENSORS, Run, Toy, thread_cpu_s
 from narrows.proto.units import BitRate
 
 LEARNERS: Final = 2
 FRAGMENTS: Final = 4
+PARAMS: Final = 1 << 24
 ROUNDS_BEFORE: Final = 2
 """Rounds of every fragment before the clock starts: first copies and caches are over then."""
 
@@ -52,58 +52,54 @@ class Cell:
     """Time that is measured."""
 
 
-def loop(*, short: Short = False, json: Json = None, params: int = 1 << 24) -> None:
-    """Measure rounds per second, seconds per exchange, and CPU by stage at broker and learner.
-
-    Parameters
-    ----------
-    params
-        Parameters of the model, a multiple of 4,096.
-    """
-    if params < 1 or params % (FRAGMENTS * TENSORS * WIDTH):
-        raise ConfigError("--params", expected="a multiple of 4096", got=str(params))
+def loop(*, short: Short = False, json: Json = None) -> None:
+    """Measure rounds per second, seconds per exchange, and CPU by stage at broker and learner."""
     rates = ("0", "1Gbit/s") if short else ("0", "1Gbit/s", "100Mbit/s")
     modes = ("decoupled", "diloco")
     seconds = 5.0 if short else 15.0
-    cells = [Cell(mode, rate, params, seconds) for mode in modes for rate in rates]
+    cells = [Cell(mode, rate, PARAMS, seconds) for mode in modes for rate in rates]
     bench("loop", cells, measure, COLUMNS, headline, json=json)
 
 
 def measure(cell: Cell) -> Row:
-    """One run of a broker and two toys; rates over `seconds` or longer, in whole rounds."""
-    settings: dict[str, object] = {
-        "run.learners_at_start": LEARNERS,
-        "merge.quorum": LEARNERS,
-        "run.mode": cell.mode,
-    }
-    if cell.mode == "decoupled":
-        settings |= {"fragments.count": FRAGMENTS, **HURRY}
-        fragments, moved = FRAGMENTS, 1
-    else:  # In lockstep every push must say something everywhere, else codes would be mostly zeros.
-        settings |= {"fragments.sync_period_steps": 1}
-        fragments, moved = 1, TENSORS
+    """A run over loopback, whose learners keep to the rate by themselves."""
+    is_lockstep = cell.mode == "diloco"
+    settings: Mapping[str, object] = {"fragments.sync_period_steps": 1} if is_lockstep else HURRY
     if BitRate.parse(cell.rate):
-        settings |= {"wan.up": cell.rate, "wan.down": cell.rate}
+        settings = {**settings, "wan.up": cell.rate, "wan.down": cell.rate}
+    # A push of one step must say something everywhere, else codes would be mostly zeros.
+    toy = Toy("toy", cell.params, moved=TENSORS if is_lockstep else 1)
     with Run() as run:
-        run.broker(settings)
-        toys = run.toys(Toy("toy", cell.params, moved=moved), LEARNERS)
-        run.wait_merges(ROUNDS_BEFORE * fragments)
-        first, before, began_s = len(run.merges()), _cpu_s(run, toys), time.monotonic()
-        run.wait(cell.seconds)
-        run.wait_merges(first + fragments)
-        merges, after = run.merges()[first:], _cpu_s(run, toys)
-        seconds = time.monotonic() - began_s
+        return exchanging(run, cell.mode, settings, toy, cell.seconds)
+
+
+def exchanging(
+    run: Run, mode: str, settings: Mapping[str, object], toy: Toy, seconds: float
+) -> Row:
+    """A broker and two such toys; rates over so many seconds or longer, in whole exchanges."""
+    fragments = 1 if mode == "diloco" else FRAGMENTS
+    cut = {"run.mode": mode, "fragments.count": fragments}
+    run.broker({"run.learners_at_start": LEARNERS, "merge.quorum": LEARNERS, **cut, **settings})
+    toys = run.toys(toy, LEARNERS)
+    run.wait_merges(ROUNDS_BEFORE * fragments)
+    first, before, began_s = len(run.merges()), _spent(run, toys), time.monotonic()
+    run.wait(seconds)
+    run.wait_merges(first + fragments)
+    merges, after = run.merges()[first:], _spent(run, toys)
+    took_s = time.monotonic() - began_s
     rounds = len(merges)
-    elements = rounds * cell.params / fragments
+    elements = rounds * toy.params / fragments
     pushed = sum(each["pushed_bytes"] for each in merges)
     published = LEARNERS * sum(each["published_bytes"] for each in merges)
+    spent = {what: after[what] - before[what] for what in after}
     return {
-        "rounds_per_s": rounds / seconds,
-        "exchange_s": seconds * fragments / rounds,
+        "rounds_per_s": rounds / took_s,
+        "exchange_s": took_s * fragments / rounds,
+        "steps_per_s": spent.pop("steps") / took_s,
         "pushes_per_round": sum(len(each["contributors"]) for each in merges) / rounds,
-        "payload_up_gbit_per_s": 8e-9 * pushed / seconds,
-        "payload_down_gbit_per_s": 8e-9 * published / seconds,
-        **{f"{stage}_ns": 1e9 * (after[stage] - before[stage]) / elements for stage in after},
+        "payload_up_gbit_per_s": 8e-9 * pushed / took_s,
+        "payload_down_gbit_per_s": 8e-9 * published / took_s,
+        **{f"{stage}_ns": 1e9 * cpu_s / elements for stage, cpu_s in spent.items()},
     }
 
 
@@ -124,8 +120,8 @@ def headline(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _cpu_s(run: Run, toys: Sequence[str]) -> dict[str, float]:
-    """CPU seconds so far by stage; those of the learners are their mean."""
+def _spent(run: Run, toys: Sequence[str]) -> dict[str, float]:
+    """CPU seconds so far by stage, and steps; those of the learners are their mean."""
     broker = thread_cpu_s(run.running["broker"].pid)
     learners = [thread_cpu_s(run.running[toy].pid) for toy in toys]
     return {
@@ -135,4 +131,5 @@ def _cpu_s(run: Run, toys: Sequence[str]) -> dict[str, float]:
         "learner_training": fmean(run.facts(toy)["boundary_cpu_s"] for toy in toys),
         "learner_background": fmean(each["others"] for each in learners),
         "learner_zeromq": fmean(each["zeromq"] for each in learners),
+        "steps": fmean(map(run.steps, toys)),
     }

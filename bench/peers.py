@@ -32,13 +32,12 @@ from statistics import fmean, median
 from tempfile import TemporaryFile
 from typing import IO, Final
 
+from narrows.bench import loop
 from narrows.bench.kit.line import HUB_ADDRESS, SITE_ADDRESS, Line, ip
 from narrows.bench.kit.rows import Column, Json, Row, Short, bench
 from narrows.bench.kit.run import TENSORS, Run, Toy
 from narrows.proto.units import BitRate
 
-LEARNERS: Final = 2
-FRAGMENTS: Final = 4
 SYSTEMS: Final = ("lockstep", "decoupled", "gloo", "torchft", "hivemind")
 EXCHANGES: Final = 10
 """Counted exchanges of another system; Narrows is measured for a time."""
@@ -126,10 +125,8 @@ def peers(*, short: Short = False, json: Json = None, system: tuple[str, ...] = 
 def measure(cell: Cell) -> Row:
     """A system that cannot be had, or does not get through, has a row that says why. Raises
     NarrowsError for a line that cannot be built."""
-    if cell.what == "computing":
-        return computing(cell)
     if cell.system in ("lockstep", "decoupled"):
-        return {"exchange_s": narrows(cell)[0], "note": ""}
+        return narrows(cell)
     if cell.system == "gloo":
         return averaged(cell, Path(sys.executable))
     folder = ENVIRONMENTS / cell.system
@@ -174,58 +171,42 @@ class Shaped(Line):
 # Narrows.
 
 
-def computing(cell: Cell) -> Row:
-    """Steps per second, over those of the same learners that exchange nothing."""
-    assert cell.sync_period_steps is not None
-    exchange_s, steps_per_s = narrows(cell)
-    published = PUBLISHED_PERCENT[cell.sync_period_steps][cell.rate]
-    return {
-        "exchange_s": exchange_s,
-        "steps_per_exchange": steps_per_s * exchange_s,
-        "computing_percent": 100 * steps_per_s / undisturbed_steps_per_s(cell.params, cell.seconds),
+def narrows(cell: Cell) -> Row:
+    """Seconds per exchange; where an H is asked for, also steps per second of a learner, over
+    those of the same learners that exchange nothing."""
+    is_lockstep, asked = cell.system == "lockstep", cell.sync_period_steps
+    # Without an H one step for each fragment, so that something always waits to be sent.
+    period_steps = asked or (1 if is_lockstep else loop.FRAGMENTS)
+    # A push of one step must say something everywhere, else codes would be mostly zeros.
+    moved = TENSORS if is_lockstep and not asked else 1
+    toy = Toy("toy", cell.params, PUBLISHED_STEP_S if asked else 0.004, moved)
+    mode = "diloco" if is_lockstep else "decoupled"
+    settings = {"fragments.sync_period_steps": period_steps}
+    with Shaped(loop.LEARNERS * float(BitRate.parse(cell.rate))) as line, Run(line=line) as run:
+        made = loop.exchanging(run, mode, settings, toy, cell.seconds)
+    row: Row = {"exchange_s": made["exchange_s"], "note": ""}
+    if asked is None:
+        return row
+    undisturbed = undisturbed_steps_per_s(cell.params, cell.seconds)
+    published = PUBLISHED_PERCENT[asked][cell.rate]
+    return row | {
+        "steps_per_exchange": made["steps_per_s"] * made["exchange_s"],
+        "computing_percent": 100 * made["steps_per_s"] / undisturbed,
         "published_percent": published if cell.params == PUBLISHED_PARAMS else None,
-        "note": "",
     }
 
 
 @cache
 def undisturbed_steps_per_s(params: int, seconds: float) -> float:
     """Steps per second of a learner while nobody exchanges anything."""
-    return narrows(Cell("computing", "decoupled", "0", params, seconds, NEVER_STEPS))[1]
-
-
-def narrows(cell: Cell) -> tuple[float, float]:
-    """Seconds per exchange of all fragments, and steps per second of a learner, in whole rounds."""
-    is_lockstep, asked = cell.system == "lockstep", cell.sync_period_steps
-    fragments = 1 if is_lockstep else FRAGMENTS
-    settings: dict[str, object] = {
-        "run.learners_at_start": LEARNERS,
-        "merge.quorum": LEARNERS,
-        "fragments.count": fragments,
-        # Without an H one step for each fragment, so that something always waits to be sent.
-        "fragments.sync_period_steps": asked or fragments,
-        "run.mode": "diloco" if is_lockstep else "decoupled",
-    }
-    # Every push must say something everywhere, else codes would be mostly zeros.
-    moved = TENSORS if is_lockstep and not asked else 1
-    step_s, rate = PUBLISHED_STEP_S if asked else 0.004, float(BitRate.parse(cell.rate))
-    with ExitStack() as stack:
-        line = stack.enter_context(Shaped(LEARNERS * rate)) if rate else None
-        run = stack.enter_context(Run(line=line))
-        run.broker(settings)
-        names = run.toys(Toy("toy", cell.params, step_s, moved), LEARNERS)
-
-        def look(rounds: int) -> tuple[float, int, float]:
-            """The time, the rounds and the mean steps of a learner, right after so many rounds."""
-            run.wait_merges(0 if asked == NEVER_STEPS else rounds)
-            return time.monotonic(), len(run.merges()), fmean(map(run.steps, names))
-
+    never = {"fragments.sync_period_steps": NEVER_STEPS}
+    with Run() as run:
+        run.broker({"run.learners_at_start": loop.LEARNERS, **never})
+        names = run.toys(Toy("toy", params, PUBLISHED_STEP_S), loop.LEARNERS)
         run.wait_until(lambda: all(map(run.facts, names)), "all to join", *run.running)
-        first = look(2 * fragments)
-        run.wait(cell.seconds)
-        last = look(max(len(run.merges()), first[1]) + 1)
-    seconds, rounds, steps = (b - a for a, b in zip(first, last, strict=True))
-    return seconds * fragments / max(1, rounds), steps / seconds
+        began_s, steps = time.monotonic(), fmean(map(run.steps, names))
+        run.wait(seconds)
+        return (fmean(map(run.steps, names)) - steps) / (time.monotonic() - began_s)
 
 
 # Other systems.

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from multiprocessing import get_context
 from statistics import fmean, stdev
 from typing import Final
@@ -104,40 +105,37 @@ def quality(
     if short:
         cells = [Cell(speeds, steps=200, seeds=2) for speeds in (TWO, FOUR)]
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        measured = Bench(pool)
-        bench("quality", cells, measured.measure, COLUMNS, headline, json=json)
+        bench("quality", cells, partial(measure, pool), COLUMNS, headline, json=json)
 
 
-class Bench:
-    """Runs cells in a pool of processes; data parallel once for all cells that it stands beside."""
+def measure(pool: Executor, cell: Cell) -> Row:
+    """Losses of all seeds of a cell, and by how much they exceed data parallel's."""
+    from narrows.bench.trained import train  # It loads PyTorch.
 
-    def __init__(self, pool: ProcessPoolExecutor) -> None:
-        self._pool = pool
-        self._references: dict[tuple[int, int, str], list[float]] = {}
+    jobs = [pool.submit(train, cell, seed) for seed in range(1, cell.seeds + 1)]
+    equals = replace(cell, speeds=":".join("1" * cell.learners), keep=0.5, dead="nobody")
+    references = data_parallel(pool, equals)
+    runs = [each.result() for each in jobs]
+    row = compared([loss for loss, _ in runs], references)
+    return {**row, "contributors_mean": fmean(contributors for _, contributors in runs)}
 
-    def measure(self, cell: Cell) -> Row:
-        """Losses of all seeds of a cell, and by how much they exceed data parallel's."""
-        from narrows.bench.trained import train, train_data_parallel  # They load PyTorch.
 
-        seeds = range(1, cell.seeds + 1)
-        key = (cell.learners, cell.steps, cell.preset)
-        jobs = [self._pool.submit(train, cell, seed) for seed in seeds]
-        if len(self._references.get(key, ())) < cell.seeds:
-            beside = [self._pool.submit(train_data_parallel, cell, seed) for seed in seeds]
-            self._references[key] = [each.result() for each in beside]
-        runs = [each.result() for each in jobs]
-        row = compared([loss for loss, _ in runs], self._references[key])
-        return {**row, "contributors_mean": fmean(contributors for _, contributors in runs)}
+@cache
+def data_parallel(pool: Executor, cell: Cell) -> list[float]:
+    """Losses of all seeds, once for all cells that they stand beside."""
+    from narrows.bench.trained import train_data_parallel
+
+    return list(pool.map(partial(train_data_parallel, cell), range(1, cell.seeds + 1)))
 
 
 def compared(losses: Sequence[float], references: Sequence[float]) -> Row:
     """Excess over data parallel by pairs of one seed, which share parameters and text: what they
     share cancels. The interval is Student's t."""
-    excess = [100 * (a / b - 1) for a, b in zip(losses, references, strict=False)]
+    excess = [100 * (a / b - 1) for a, b in zip(losses, references, strict=True)]
     half = STUDENT_T[len(excess) - 2] * stdev(excess) / len(excess) ** 0.5
     return {
         "loss": fmean(losses),
-        "loss_data_parallel": fmean(references[: len(losses)]),
+        "loss_data_parallel": fmean(references),
         "excess_percent": fmean(excess),
         "low_percent": fmean(excess) - half,
         "high_percent": fmean(excess) + half,

@@ -144,12 +144,11 @@ class Run:
         if not crash_at:
             self.wait_until(ready.exists, "the broker to serve", "broker")
 
-    def learner(self, name: str, preset: str, *arguments: str) -> None:
+    def learner(self, name: str, preset: str) -> None:
         """Starts a learner that trains the reference model; `summary` reads what it leaves."""
         self.command(
             name, "learner", "--broker", self.address, "--name", name, "--preset", preset,
             "--events", str(self._log(name)), "--json", str(self.folder / f"{name}.json"),
-            *arguments,
         )  # fmt: skip
 
     def toy(self, toy: Toy) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from narrows.bench.reference.text import Tokens
+from narrows.proto.errors import ConfigError
 
 VOCABULARY: Final = 256
 """Tokens are bytes."""
@@ -48,6 +49,19 @@ PRESETS: Final = {
     "medium": Preset(8, 8, 512, context=512, batch=8, peak_learning_rate=6e-4),
     "large": Preset(12, 12, 768, context=1024, batch=16, peak_learning_rate=6e-4),
 }
+
+
+def usable_device(name: str) -> torch.device:
+    """The device of this name. Raises ConfigError if it cannot be used here."""
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            "--device",
+            expected="a device that PyTorch can use on this machine, as cpu or cuda:0",
+            got=name,
+            remedy=f"PyTorch says: {str(error).splitlines()[0]}",
+        ) from None
 
 
 class Block(nn.Module):

@@ -49,7 +49,8 @@ class Checkers:
         """From 1 on learners have seen versions that the broker no longer has."""
         self._left: list[tuple[int, Any]] = []
         """(version, digests) per fragment of the last life."""
-        self._db: sqlite3.Connection | None = None
+        self._db: sqlite3.Connection
+        """Reads the rows of this life of the broker, as `sqlite3 -readonly` would."""
         self._second: deque[tuple[float, int]] = deque()
         """(time, bytes) of what has left in the last second."""
         self._second_bytes = self._busiest_bytes = 0
@@ -97,7 +98,7 @@ class Checkers:
 
     def killed(self, host: Host) -> None:
         """Remembers what a life had installed."""
-        self._close()
+        self._db.close()
         model = host.pipeline.model
         self._left = [(s.version, s.digests) for s in model.states] if model else []
 
@@ -108,6 +109,7 @@ class Checkers:
 
     def booted(self, host: Host) -> None:
         """A new life must have what the last one had."""
+        self._db = sqlite3.connect(f"file:{self._run.path / 'run.db'}?mode=ro", uri=True)
         model, epoch = host.pipeline.model, host.syncer.epoch
         self._histories[epoch] = self._history
         states = model.states if model else []
@@ -140,7 +142,7 @@ class Checkers:
         for site in run.sites:
             self._share(site, run.host)
         self._leaks(run.host)
-        self._close()
+        self._db.close()
 
     def _progress(self, host: Host) -> None:
         run, heads = self._run, tuple(host.syncer.state.heads)
@@ -195,13 +197,4 @@ class Checkers:
                 raise Wrong(f"no leak: {site.name} keeps payloads of {sorted(strange)[:3]}")
 
     def _rows(self, sql: str, *arguments: object) -> list[Any]:
-        """Reads with a connection of its own, as `sqlite3 -readonly` would."""
-        if self._db is None:
-            path = self._run.path / "run.db"
-            self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
         return self._db.execute(sql, arguments).fetchall()
-
-    def _close(self) -> None:
-        if self._db is not None:
-            self._db.close()
-            self._db = None

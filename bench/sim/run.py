@@ -12,6 +12,7 @@ import errno
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -69,12 +70,20 @@ class Trainee(Protocol):
         ...
 
 
+@dataclass
 class Plan:
-    """The settings and learners of a run, and all that befalls it: here nothing but short delays.
+    """Settings and learners of a run, and all that befalls it: here nothing but short delays."""
 
-    `steps_s` are the seconds of a step of each learner, `begin` begins a learner's life.
-    """
+    seed: int
+    settings: dict[str, object]
+    steps_s: Sequence[float]
+    """Seconds of a step of each learner."""
+    begin: Callable[[Site], Trainee]
+    """Begins a learner's life."""
+    faults: list[tuple[float, Callable[[Run], None]]] = field(default_factory=list)
+    """Times, and what befalls the run then."""
 
+    # A plan that wants others sets them.
     ends = 60.0
     """Nobody trains after this second, nor does a fault begin."""
     weather = Weather(delay_s=0.01)
@@ -82,17 +91,6 @@ class Plan:
     """Share of the visits of a crash place at which the broker dies."""
     full_disk = slow_disk = (0.0, 0.0)
     wild = False
-
-    def __init__(
-        self,
-        seed: int,
-        settings: dict[str, object],
-        steps_s: Sequence[float],
-        begin: Callable[[Site], Trainee],
-    ) -> None:
-        self.seed, self.settings, self.steps_s, self.begin = seed, settings, steps_s, begin
-        self.faults: list[tuple[float, Callable[[Run], None]]] = []
-        """Times, and what befalls the run then."""
 
     def befalls(self, at: float, index: int, fault: Callable[..., None], *given: object) -> None:
         """A learner meets with a fault, a method of Site, at this time."""
@@ -160,21 +158,30 @@ class Draw(Plan):
         self.wild = rng.random() < 0.2
 
 
-class Parameters:
-    """Tensors that walk towards a target of their own; the loss is not the point here."""
+class Walk:
+    """The simulator's trainee and its parameters: tensors that walk to zero, with noise; the loss
+    is not the point here."""
 
-    def __init__(self, rng: np.random.Generator) -> None:
-        self._rng = rng
+    layout = LAYOUT
+
+    def __init__(self, site: Site) -> None:
+        self.source, self._site, self._rng = self, site, site.world.rng
+        self._noise = np.random.default_rng(self._rng.getrandbits(32))
         sizes = (int(np.prod(entry.shape)) for entry in ENTRIES)
-        self.tensors: list[F32] = [rng.standard_normal(n).astype(np.float32) for n in sizes]
+        self.tensors: list[F32] = [
+            self._noise.standard_normal(size).astype(np.float32) for size in sizes
+        ]
         self._round()
 
-    def step(self) -> None:
-        """One inner step."""
+    def step(self, session: Session, now: float) -> int:
         for values in self.tensors:
-            noise = self._rng.standard_normal(values.size, np.float32)
+            noise = self._noise.standard_normal(values.size, np.float32)
             values -= np.float32(0.02) * (values + noise)
         self._round()
+        return TOKENS
+
+    def step_s(self, now: float) -> float:
+        return self._site.step_s * self._rng.uniform(0.95, 1.05)
 
     def read(self, fragment: Fragment, out: F32) -> None:
         for piece in fragment.pieces:
@@ -194,23 +201,6 @@ class Parameters:
     def _round(self) -> None:
         for entry, values in zip(ENTRIES, self.tensors, strict=True):
             round_to_dtype(values, entry.dtype, values)
-
-
-class Walk:
-    """The simulator's trainee."""
-
-    layout = LAYOUT
-
-    def __init__(self, site: Site) -> None:
-        self._site, self._rng = site, site.world.rng
-        self.source = Parameters(np.random.default_rng(self._rng.getrandbits(32)))
-
-    def step(self, session: Session, now: float) -> int:
-        self.source.step()
-        return TOKENS
-
-    def step_s(self, now: float) -> float:
-        return self._site.step_s * self._rng.uniform(0.95, 1.05)
 
 
 class Disk(Store):
@@ -274,7 +264,9 @@ class Site:
     def control(self, peer: str, frames: list[bytes]) -> bool:
         run, host, peer = self.run, self.run.host, self.peer
         self.line.dial(self._subscribe)
-        self.line.control("up", lambda: run.enter(host, Host.control, peer, self.name, frames))
+        self.line.in_order(
+            "control up", lambda: run.enter(host, Host.control, peer, self.name, frames)
+        )
         return True
 
     def data(self, topic: str, header: bytes, payload: bytes) -> bool:
@@ -481,7 +473,9 @@ class Run:
             self._wild.hear(frames)
         for site in self.sites:
             if site.peer == peer:
-                site.line.control("down", partial(site.receive, LearnerHost.control, frames))
+                site.line.in_order(
+                    "control down", partial(site.receive, LearnerHost.control, frames)
+                )
                 return True
         return False
 

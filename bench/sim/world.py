@@ -121,18 +121,15 @@ class Line:
         """When the last message of each stream arrives."""
         self._pipe: deque[Callable[[], None]] = deque()
 
-    def control(self, direction: str, deliver: Callable[[], None]) -> None:
-        """In order, never lost within a connection."""
-        self._in_order(f"control {direction}", deliver)
-
     def data(self, stream: str, deliver: Callable[[], None]) -> None:
         """In order within a stream; lost or doubled as the weather has it."""
         rng = self._world.rng
         for _ in range(1 + (rng.random() < self._weather.twice)):
             if rng.random() >= self._weather.loss:
-                self._in_order(stream, deliver)
+                self.in_order(stream, deliver)
 
-    def _in_order(self, stream: str, deliver: Callable[[], None]) -> None:
+    def in_order(self, stream: str, deliver: Callable[[], None]) -> None:
+        """In order within a stream, never lost within a connection."""
         now, delay_s = self._world.now, self._world.rng.expovariate(1.0) * self._weather.delay_s
         at = self._last[stream] = max(self._last.get(stream, 0.0), now + delay_s)
         self._within_connection(at - now, deliver)

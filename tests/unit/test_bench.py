@@ -111,8 +111,8 @@ def test_a_codec_is_worth_its_bits() -> None:
     gaussian = row("gaussian", "int4-zstd", 0.5)
     assert 0 < gaussian["bits_per_param"] - gaussian["gaussian_bound_bits"] < 0.5
     assert row("gaussian", "absmax int4 by 256", None)["bits_per_param"] == 4 + 32 / 256
-    lossless = row("sparse_rows", "f32-blosc2", None)
-    assert lossless["snr_db"] is None and lossless["bits_per_param"] < 3
+    lossless = row("student_t", "f32-blosc2", None)
+    assert lossless["snr_db"] is None and 20 < lossless["bits_per_param"] < 32
     recorded = row("recorded", "int8-zstd", 0.25)
     assert recorded["snr_db"] > 20 and 3 < recorded["bits_per_param"] < 5
 
@@ -138,11 +138,6 @@ def test_all_goes_on_after_a_bench_that_failed(
     said = json.loads((tmp_path / "new" / "codec.json").read_text())
     assert {row["codec"] for row in said["rows"]} >= {"int4-zstd"}
     assert "bits per parameter" in capsys.readouterr().out
-
-
-def test_a_model_that_cannot_be_cut_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a multiple of 4096"):
-        loop.loop(params=5000)
 
 
 @pytest.mark.parametrize("bench", [bandwidth.bandwidth, chaos.chaos, loop.loop])
@@ -303,10 +298,14 @@ def test_a_system_that_is_not_there_has_a_row_that_says_how_to_get_it(
 
 
 @pytest.mark.real
+@pytest.mark.skipif(not available(), reason="root alone can build a line")
 @pytest.mark.parametrize("system", ["decoupled", "lockstep"])
-def test_learners_compute_and_exchange(system: str) -> None:
-    exchange_s, steps_per_s = peers.narrows(peers.Cell("computing", system, "0", PARAMS, 0.5, 8))
-    assert exchange_s > 0 and 0 < steps_per_s < 1.2 / peers.PUBLISHED_STEP_S
+def test_learners_compute_and_exchange(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "PUBLISHED_STEP_S", 0.004)
+    row = peers.measure(peers.Cell("computing", system, "200Mbit/s", PARAMS, 0.5, 32))
+    assert 0 < row["computing_percent"] < 120 and row["published_percent"] is None, row
+    steps = row["steps_per_exchange"]
+    assert steps > 16 and row["exchange_s"] > 0.9 * steps * peers.PUBLISHED_STEP_S, row
 
 
 @pytest.mark.real

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import sys
 from itertools import chain, islice
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from narrows.bench.reference import worker
 from narrows.bench.reference.gpt import GPT, PRESETS, learning_rate, make_optimizer
 from narrows.bench.reference.text import SECTION_BYTES, SIDE_BYTES_MIN, Text, load_text
-from narrows.bench.reference.training import train
-from narrows.bench.reference.worker import Options, learner
+from narrows.bench.reference.worker import Options, learner, train
 from narrows.proto.errors import ConfigError
 
 
@@ -128,8 +126,7 @@ def test_a_worker_speaks_before_the_import_that_takes_seconds(
         heard.append(capsys.readouterr().out)
         return {"steps": 1, "tokens": 2, "validation_loss": 3.0}
 
-    module = "narrows.bench.reference.training"
-    monkeypatch.setitem(sys.modules, module, SimpleNamespace(train=trained))
+    monkeypatch.setattr(worker, "train", trained)
     learner(Options(name="site-a", broker="tcp://127.0.0.1:1"))
     assert heard == ["site-a: loading PyTorch, which takes seconds\n"]
     assert "validation loss 3.0000" in capsys.readouterr().out
