@@ -6,21 +6,18 @@ It is an example for those who write a learner in another language. It trusts it
 loopback, without keys: do not use it across a network. It joins a run that another learner seeds,
 trains by weight decay, one token a step, and prints a line of JSON for each final fragment.
 
-Left out. §2: CURVE, the monitor, socket options but XPUB_NODROP. §3, §4, §5, §7: checks of what
-comes, but for envelope, codec and digests; defaults of RunSettings; AskStatus. §6, §8: other dtypes
-and r(x), all is float32; LAYOUT and SEED (it ends). §7: other codecs of a push (the broker refuses
-them), int8-zstd (it ends). §8, §9: a push that cannot be coded (refused), a wrong digest of a copy
-(it ends); keep 1 of who is slow or leaves; adopting outright at the end. §9: what a later Welcome
-asks for; Hello after the first Welcome (it ends at a Bye or after 30 s of silence); max_offline_s;
-mode diloco (it ends); being slow; paused, loss; Reports but one a second; Bye before the end; all
-else while it sends, even if the broker stops then. §10: all. §11: rates (it ends); publications
-again: it takes only the next one, and where chunks are missing asks for the STATE of the head, an
-even share of W for each fragment, again after 1 to 2 s without one. §12: any Refuse ends it.
+Left out. §2: CURVE, monitor, socket options but XPUB_NODROP. §3 to §7: checks of what comes, but
+for envelope, codec and digests; defaults of RunSettings; LAYOUT and SEED (it ends); pushes of other
+codecs (refused), int8-zstd (it ends). §8, §9: a push that cannot be coded (refused), a wrong digest
+of a copy (it ends); keep 1 of who is slow or leaves; adopting outright at the end. §9: what a later
+Welcome asks for; Hello after the first one (it ends at a Bye or 30 s of silence); max_offline_s;
+mode diloco (it ends); being slow; paused, loss; Reports but one a second, none while it waits for
+an uplink socket (30 s at most); Bye before the end. §10: all. §11: rates (it ends); what is
+missing, or came too early, is asked for after 1 to 2 s, W / P chunks each. §12: any Refuse ends it.
 """
 
 import hashlib
 import json
-import math
 import secrets
 import sys
 import time
@@ -35,13 +32,12 @@ from msgpack import packb, unpackb
 from xxhash import xxh3_64_intdigest
 
 ENVELOPE = b"NRW\x01"
-PUBLICATION = 2
-STATE = 3
+PUBLICATION, STATE = 2, 3
 
 
 def cut(entries: list[Any], parts: int) -> list[list[int]]:
     """Cut the model into fragments, each the list of its pieces' lengths (§6)."""
-    sizes = [math.prod(shape) for _, shape, _, _ in entries]
+    sizes = [int(np.prod(shape)) for _, shape, _, _ in entries]
     slices = []
     for tensor, (_, shape, _, _) in enumerate(entries):
         rows = shape[0] if shape else 1
@@ -148,9 +144,7 @@ class Learner:
         fingerprint = hashlib.blake2b(plain, digest_size=16).hexdigest()
         self.incarnation = f"{name}.{secrets.token_hex(4)}"
         self.who = {"name": name, "incarnation": self.incarnation, "fingerprint": fingerprint}
-        self.topic = f"r/{self.incarnation}/".encode()
         self.welcome: dict[str, Any] = {}
-        self.fragments: list[Fragment] = []
         self.steps = self.pushes = 0
         self.heard = time.monotonic()
         self.context = zmq.Context()
@@ -183,11 +177,12 @@ class Learner:
         self.up = [self.context.socket(zmq.XPUB) for _ in range(settings["streams"])]
         for stream, up in enumerate(self.up):
             up.xpub_nodrop = 1
+            up.rcvtimeo = up.sndtimeo = 30_000
             up.connect(f"{self.host}:{welcome['uplink_port']}")
             up.recv()  # the broker's 01: it has subscribed
             down = self.context.socket(zmq.SUB)
             down.subscribe(f"p/{stream:02}")
-            down.subscribe(self.topic + b"%02d" % stream)
+            down.subscribe(f"r/{self.incarnation}/{stream:02}")
             down.connect(f"{self.host}:{welcome['downlink_port']}")
             self.takers[down] = self.take_data
 
@@ -275,15 +270,15 @@ class Learner:
         counts = {"steps": self.steps, "tokens": self.steps, "loss": None}
         self.tell("report", held=[f.version for f in self.fragments], finished=finished, **counts)
         share = min(256, max(1, self.welcome["settings"]["window_messages"] // len(self.fragments)))
-        for index, head in enumerate(self.beat["heads"]):
-            fragment = self.fragments[index]
-            fragment.quiet = fragment.quiet + 1 if head > fragment.version else 0
-            if fragment.quiet > 1:
-                version = max((v for kind, v in fragment.parts if kind == STATE), default=head)
-                here = fragment.parts.get((STATE, version), {})
-                missing = [[i, 1] for i in range(len(fragment.spans[STATE])) if i not in here]
+        for index, (f, head) in enumerate(zip(self.fragments, self.beat["heads"], strict=False)):
+            f.quiet = f.quiet + 1 if head > f.version else 0
+            if f.quiet > 1:
+                near = (PUBLICATION, f.version + 1) if -1 < f.version >= head - 8 else (STATE, head)
+                kind, version = max((key for key in f.parts if key[0] == STATE), default=near)
+                here = f.parts.get((kind, version), {})
+                missing = [[i, 1] for i in range(len(f.spans[kind])) if i not in here]
                 ids = {"fragment": index, "version": version, "push_id": 0}
-                self.tell("fetch", kind=STATE, chunks=missing[:share], **ids)
+                self.tell("fetch", kind=kind, chunks=missing[:share], **ids)
 
 
 if __name__ == "__main__":
@@ -294,7 +289,12 @@ if __name__ == "__main__":
             learner = Learner(sys.argv[1], sys.argv[2], json.load(file))
     except (OSError, ValueError, TypeError, LookupError, OverflowError, zmq.ZMQError) as error:
         sys.exit(f"cannot start with {sys.argv[1]} and {sys.argv[3]}: {error}")
-    learner.run()
+    try:
+        learner.run()
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+    except zmq.Again:
+        sys.exit("the broker's uplink port has taken nothing for 30 s")
     for index, final in enumerate(learner.fragments):
         line = {"fragment": index, "version": final.version, "digest": f"{final.digest:016x}"}
         print(json.dumps(line | {"merged": final.merged}))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import zmq
 from acceptance.kit import Ports, Site, wait_until
 from acceptance.toy import start_model
 from torch.nn.functional import cosine_similarity
@@ -116,3 +117,18 @@ def test_a_second_implementation_is_merged_and_holds_the_brokers_bits(site: Site
     # And the other read publications: a copy of the model instead of each would fill the line.
     copies = site.last_status()["down_bytes"] / (4 * WIDTH * (WIDTH + 1))
     assert copies < 2 + len(rounds) / FRAGMENTS / 2
+
+
+def test_the_example_ends_with_one_line_when_it_is_interrupted(site: Site) -> None:
+    layout = site.folder / "layout.json"
+    layout.write_text('{"frozen_digest": 0, "entries": [["w", [2], "float32", "mean"]]}')
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as broker:
+        broker.rcvtimeo = 1000 * int(PATIENCE_S)
+        address = f"tcp://127.0.0.1:{broker.bind_to_random_port('tcp://127.0.0.1')}"
+        other = site.shell(
+            "other", sys.executable, "-I", str(SCRIPT), address, "other", str(layout)
+        )
+        assert broker.recv_multipart(), "its Hello: it runs"
+        other.ps.send_signal(signal.SIGINT)
+        other.ends(1)
+    assert other.log.splitlines() == ["interrupted"]
