@@ -9,6 +9,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec import structs
+
 from narrows.bench.sim.checkers import Wrong
 from narrows.bench.sim.run import Draw, Run
 from narrows.broker.process.host import Host
@@ -60,8 +62,7 @@ def says_nobody(host: Any) -> None:
     put = host.downlink.sender.put_live
 
     def nobody(topic: str, header: Header, payload: bytes) -> bool:
-        empty = [getattr(header, name) for name in header.__struct_fields__[:-1]]
-        return bool(put(topic, Header(*empty), payload))
+        return bool(put(topic, structs.replace(header, contributors=()), payload))
 
     host.downlink.sender.put_live = nobody
 
