@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -186,9 +186,5 @@ def _fragment(pieces: Sequence[int]) -> Fragment:
 
 
 def _median_s(work: Callable[[], Any]) -> float:
-    times: list[float] = []
-    for _ in range(REPEATS + 1):
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
+    times = timeit.repeat(work, number=1, repeat=REPEATS + 1)
     return median(times[1:])  # The first one warms up.

@@ -93,10 +93,7 @@ def goodput(*, short: Short = False, json: Json = None) -> None:
     """Measure the share of allocated chip time that is useful, beside the published table."""
     need_torch()
     days, steps, columns = (3.0, 300, CHIPS[3:4]) if short else (30.0, 2000, CHIPS)
-    rows = [
-        (method, learners, chips) for method, learners in PUBLISHED_PERCENT for chips in columns
-    ]
-    cells = [Cell(*row, days=days, steps=steps) for row in rows]
+    cells = [Cell(*row, chips, days, steps) for row in PUBLISHED_PERCENT for chips in columns]
     bench("goodput", cells, measure, COLUMNS, headline, json=json, seed=1)
 
 

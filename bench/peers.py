@@ -33,7 +33,7 @@ from tempfile import TemporaryFile
 from typing import IO, Final
 
 from narrows.bench import loop
-from narrows.bench.kit.line import HUB_ADDRESS, SITE_ADDRESS, Line, ip
+from narrows.bench.kit.line import HUB_ADDRESS, SITE_ADDRESS, Line
 from narrows.bench.kit.rows import Column, Json, Row, Short, bench
 from narrows.bench.kit.run import TENSORS, Run, Toy
 from narrows.proto.units import BitRate
@@ -61,11 +61,6 @@ ENVIRONMENTS: Final = Path.home() / ".cache" / "narrows" / "peers"
 EXCHANGE_S_MAX: Final = 300.0
 LOOK_S: Final = 0.05
 SCRIPT: Final = Path(__file__).resolve().parent / "peers_exchange.py"
-
-QUEUE_S: Final = 0.05
-"""Longest time that a packet waits in the line's queue."""
-BURST_S: Final = 0.005
-"""Time at its rate that the line may send at once."""
 
 COLUMNS: Final = (
     Column("what", "what"),
@@ -152,22 +147,6 @@ def headline(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-class Shaped(Line):
-    """A Line that lets each end send at a rate, by the kernel's token bucket."""
-
-    def __init__(self, bits_per_s: float) -> None:
-        super().__init__()
-        self._bits_per_s = bits_per_s
-
-    def connect(self) -> None:
-        super().connect()
-        burst = max(16_000, int(BURST_S * self._bits_per_s / 8))
-        for name in (self.hub, self.site):
-            ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf",
-                "rate", f"{self._bits_per_s:.0f}bit", "burst", str(burst),
-                "latency", f"{1e3 * QUEUE_S:.0f}ms")  # fmt: skip
-
-
 # Narrows.
 
 
@@ -182,7 +161,7 @@ def narrows(cell: Cell) -> Row:
     toy = Toy("toy", cell.params, PUBLISHED_STEP_S if asked else 0.004, moved)
     mode = "diloco" if is_lockstep else "decoupled"
     settings = {"fragments.sync_period_steps": period_steps}
-    with Shaped(loop.LEARNERS * float(BitRate.parse(cell.rate))) as line, Run(line=line) as run:
+    with Line(loop.LEARNERS * float(BitRate.parse(cell.rate))) as line, Run(line=line) as run:
         made = loop.exchanging(run, mode, settings, toy, cell.seconds)
     row: Row = {"exchange_s": made["exchange_s"], "note": ""}
     if asked is None:
@@ -218,7 +197,7 @@ def averaged(cell: Cell, python: Path) -> Row:
     environ |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
     members, logs = list[subprocess.Popen[bytes]](), list[IO[str]]()
     told: list[list[str]] = []
-    with Shaped(float(BitRate.parse(cell.rate))) as line, ExitStack() as stack:
+    with Line(float(BitRate.parse(cell.rate))) as line, ExitStack() as stack:
         ends = ((line.hub, HUB_ADDRESS), (line.site, SITE_ADDRESS))
         for rank, (namespace, address) in enumerate(ends):
             command = [

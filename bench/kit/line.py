@@ -33,6 +33,11 @@ CLONE_NEWNET: Final = 0x4000_0000
 SAMPLE_S: Final = 0.1
 WINDOW_S: Final = 1.0
 
+BUCKET_S: Final = 0.05
+"""Longest time that a packet waits for the token bucket."""
+BURST_S: Final = 0.005
+"""Time at its rate that the line may send at once."""
+
 MTU: Final = 32000
 QUEUE_S: Final = 0.1
 """The line's queue at its rate: one round trip, as routers are often set up."""
@@ -58,10 +63,12 @@ def available() -> bool:
 class Line:
     """The pair of namespaces and a thread that samples the counters, while the block lasts.
 
-    Raises NarrowsError if the kernel refuses a part of it.
+    With a rate the kernel's token bucket holds each end to it. Raises NarrowsError if the kernel
+    refuses a part of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bits_per_s: float = 0.0) -> None:
+        self._bits_per_s = bits_per_s
         self.hub, self.site = (f"narrows-{os.getpid()}-{end}" for end in ("hub", "site"))
         self.samples: list[Sample] = []
         self._over = threading.Event()
@@ -93,6 +100,11 @@ class Line:
         """Makes a device eth0 in each namespace; bytes that one sends arrive at the other."""
         ip("-n", self.hub, "link", "add", "eth0", "type", "veth",
             "peer", "name", "eth0", "netns", self.site)  # fmt: skip
+        rate, burst = self._bits_per_s, max(16_000, int(BURST_S * self._bits_per_s / 8))
+        for name in (self.hub, self.site) if rate else ():
+            ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf",
+                "rate", f"{rate:.0f}bit", "burst", str(burst),
+                "latency", f"{1e3 * BUCKET_S:.0f}ms")  # fmt: skip
 
     def read(self) -> Sample:
         """The counters now."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
-from statistics import fmean
 from string import ascii_lowercase
 from typing import Final, Protocol
 
@@ -407,9 +406,10 @@ class Run:
     def contributors_mean(self) -> float:
         """Learners per merge, over all durable rounds; the run is over."""
         self.store.close()
+        rounds = "SELECT count(*) FROM rounds WHERE version > 0"
         with closing(History(self.path)) as history:
-            rounds = [row.round_ for row in history.rounds()]
-        return fmean(len(each.contributions) for each in rounds if each.version)
+            ((mean,),) = history.query(f"SELECT 1.0 * count(*) / ({rounds}) FROM contributions")
+        return float(mean)
 
     # -- the broker's process
 

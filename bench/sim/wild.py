@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 from narrows.broker.process.host import Host
 from narrows.proto import messages as msg
 from narrows.proto import wire
-from narrows.proto.errors import RemoteProtocolError
 from narrows.proto.layout import fingerprint
 
 if TYPE_CHECKING:
@@ -30,10 +29,7 @@ class WildPeer:
 
     def hear(self, frames: list[bytes]) -> None:
         """A control message of the broker."""
-        try:
-            message = wire.decode_control(frames, msg.CONTROL_BYTES_MAX)
-        except RemoteProtocolError:
-            return
+        message = wire.decode_control(frames, msg.CONTROL_BYTES_MAX)
         beat = message.beat if isinstance(message, msg.Welcome) else message
         if isinstance(beat, msg.Beat):
             self._epoch, self._heads = beat.epoch, beat.heads or (0,)

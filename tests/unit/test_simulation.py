@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from narrows.bench.sim.planted import PLANTED, Planted, found_within, judge
+from narrows.bench.sim.planted import PLANTED, Planted, judge
 
 PLANTED_SEEDS = 50
 
@@ -17,4 +17,5 @@ def test_seeds(seeds: range) -> None:
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.checker.replace(" ", "-"))
 def test_a_planted_bug_is_found(planted: Planted) -> None:
-    assert found_within(planted, range(PLANTED_SEEDS)) is not None
+    said = (judge(seed, planted) or "" for seed in range(PLANTED_SEEDS))
+    assert any(words.startswith(planted.checker) for words in said)
