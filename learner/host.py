@@ -72,7 +72,7 @@ class LearnerHost:
         self._tip: dict[int, Copy] = {}
         self._pushed: dict[tuple[int, int], CodedPush] = {}
         """By fragment and push id, until the session has done with the push."""
-        self._seeds: dict[int, list[EncodedChunk] | None] = {}
+        self.seeds: dict[int, list[EncodedChunk] | None] = {}
         """Fragments of version 0 that the broker wants, as coded; None: not yet."""
         self._seeding = False
         """A worker encodes one of them."""
@@ -169,7 +169,7 @@ class LearnerHost:
             if session.epoch != self._epoch:
                 # Another life of the broker takes nothing that was queued for the old one.
                 self._epoch = session.epoch
-                self._seeds.clear()
+                self.seeds.clear()
                 self.sender.discard(lambda header: header.epoch != session.epoch)
             for effect in effects:
                 match effect:
@@ -182,7 +182,7 @@ class LearnerHost:
                         chunk = EncodedChunk(0, payload, wire.digest(payload))
                         self._put(effect, 0, LOSSLESS, [chunk])
                     case do.SendChunks(DataKind.SEED, index):
-                        if seed := self._seeds.setdefault(index):
+                        if seed := self.seeds.setdefault(index):
                             self._put(effect, 0, LOSSLESS, seed)
                     case do.SendChunks():
                         self._send_push(effect)
@@ -217,7 +217,7 @@ class LearnerHost:
     def _adopt(self, effect: do.Adopt) -> None:
         fragment, new = self._fragment(effect.fragment), self._tip[effect.fragment]
         self.adopting(effect)
-        self._seeds.clear()  # Version 0 is durable.
+        self.seeds.clear()  # Version 0 is durable.
         if effect.overwrite:
             self._island.overwrite(fragment, new)
         else:
@@ -290,7 +290,7 @@ class LearnerHost:
     def _seed_next(self) -> None:
         """On the training thread: reads a fragment of version 0 for a worker to encode. One at a
         time, because a lossless model is large; the next follows at the next call."""
-        index = next((index for index, seed in self._seeds.items() if seed is None), None)
+        index = next((index for index, seed in self.seeds.items() if seed is None), None)
         if self._seeding or index is None:
             return
         fragment, epoch, self._seeding = self._fragment(index), self._epoch, True
@@ -298,15 +298,15 @@ class LearnerHost:
 
         def coded(result: list[EncodedChunk] | BaseException, now: float) -> None:
             self._seeding = False
-            if epoch != self._epoch or index not in self._seeds:
+            if epoch != self._epoch or index not in self.seeds:
                 return  # The next life of the broker cuts other chunks, or version 0 is durable.
             if isinstance(result, NarrowsError):
                 self.session.refused = refused(ErrorCode.NOT_FINITE_SEED, result)
             elif isinstance(result, BaseException):
-                del self._seeds[index]  # The broker asks for it again.
+                del self.seeds[index]  # The broker asks for it again.
                 self._refuse(result)
             else:
-                self._seeds[index] = result
+                self.seeds[index] = result
                 self._put(do.SendChunks(DataKind.SEED, index), 0, LOSSLESS, result)
             self._pump(now)
 

@@ -155,6 +155,8 @@ class Link:
             return logging.WARNING, f"{what}; trying for {self._join_timeout_s:g} s"
         if session.beat.heads:
             return logging.INFO, "waits for the model, which is on its way"
+        if len(self._host.sender) or None in self._host.seeds.values():
+            return logging.INFO, "sends version 0, with which the run begins"
         return logging.WARNING, "the run has not begun: `narrows status` says what it waits for"
 
     def boundary(self, tokens: int, loss: float | None) -> None:

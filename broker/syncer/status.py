@@ -108,27 +108,27 @@ def waiting_for(state: State, joining: Joining, ending: Ending, now: float) -> l
         return [*lines, "the disk: the end of the run is being written"]
     if state.phase is not Phase.RUNNING and ending.expects_strangers(now):
         left_s = math.ceil(state.started_at + LEAVE_S - now)
-        who = "learners that were here before the broker's start"
-        lines.append(f"{who}, for another {left_s} s")
+        lines.append(f"learners of the broker's last life, for another {left_s} s")
     if state.phase is Phase.ENDED:
-        lacking = [member.name for member in ending.awaited(now)]
+        lacking = ending.awaited(now)
         return [*lines, f"{_listed(lacking)} to adopt the final model"] if lacking else lines
     if not state.members.awaited(now):
-        paused = [m.name for m in state.members.connected() if m.told.paused is not None]
-        who = f"learners: {_listed(paused)} paused" if paused else "learners: none is here"
-        return [*lines, who]
+        paused = _listed([m for m in state.members.connected() if m.told.paused is not None])
+        fetching = _listed([m for m in state.members.connected() if not m.is_ready])
+        who = f"{paused} paused" if paused else fetching and f"{fetching} to fetch the model"
+        return [*lines, f"learners: {who or 'none is here'}"]
     for fragment in state.collecting():
         held_up = state.phase is Phase.ENDING
         owing = ending.owing(fragment, now) if held_up else state.absent(fragment, now)
         if owing:
-            names = _listed([member.name for member in owing])
-            lines.append(f"{names} to push fragment {fragment}")
+            lines.append(f"{_listed(owing)} to push fragment {fragment}")
     return lines
 
 
-def _listed(names: list[str]) -> str:
-    more = len(names) - NAMED_MAX
-    return ", ".join(names[:NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
+def _listed(members: list[Member]) -> str:
+    more = len(members) - NAMED_MAX
+    names = ", ".join(member.name for member in members[:NAMED_MAX])
+    return names + (f" and {more} more" if more > 0 else "")
 
 
 def _no_data(state: State, member: Member, now: float) -> str:

@@ -141,7 +141,11 @@ def test_a_learner_whose_name_is_in_use_is_not_told_that_nobody_answers(
     assert not any("no answer" in line for line in lines[refused:])
 
 
-def test_a_blocked_data_port_is_named(run: Broker, tmp_path: Path) -> None:
+def test_a_blocked_data_port_is_named(
+    run: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "narrows.learner")
+    monkeypatch.setattr(link_module, "HEARD_S", 0.0)
     closed, syncer = closed_port(), run.service.host.syncer
     uplink, downlink = syncer.state.ports
     syncer.state.ports = uplink, closed
@@ -153,6 +157,7 @@ def test_a_blocked_data_port_is_named(run: Broker, tmp_path: Path) -> None:
         syncer.state.ports = closed, syncer.state.ports[1]
         with pytest.raises(BrokerUnreachable, match=f"the uplink port {closed}"):
             Loop(other.address, "site-a", join_timeout_s=0.5).train()
+    assert "sends version 0, with which the run begins" in caplog.messages
 
 
 def test_the_keys_of_a_broker_that_a_site_trusts_take_turns(

@@ -260,4 +260,4 @@ def test_a_run_is_seeded_anew_between_two_steps_of_a_learner_that_trains(tmp_pat
     assert min(stage.heads) > 0
     stage.run.finish()
     assert "went_back" in stage.noted
-    assert not stage.host._seeds, "what was coded for version 0 is kept"
+    assert not stage.host.seeds, "what was coded for version 0 is kept"

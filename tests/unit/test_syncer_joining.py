@@ -271,6 +271,8 @@ def test_a_learner_is_paused_silent_lost_or_gone() -> None:
     states.append(desk.status["learners"]["b"]["state"])
     assert states == ["paused: evaluating", "silent", "lost", "left"]
     assert desk.status["waiting_for"] == ["learners: none is here"]
+    desk.hello("c")
+    assert desk.status["waiting_for"] == ["learners: c to fetch the model"]
 
 
 def test_a_firewall_in_the_way_is_named_once() -> None:
