@@ -281,6 +281,7 @@ def test_a_snapshot_on_a_full_disk_changes_nothing(run: Run) -> None:
     with failing("fsync", errno.ENOSPC), pytest.raises(DiskFull):
         run.store.snapshot(run.head(0))
     assert names(run.folder) == before
+    assert run.store.query("SELECT count(*) FROM snapshots") == [(2,)], "no row before its file"
     run.store.snapshot(run.head(0))
 
 

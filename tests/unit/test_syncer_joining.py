@@ -245,6 +245,9 @@ def test_the_status_of_a_run() -> None:
     assert (learner["state"], learner["steps_per_s"]) == ("training", 10.0)
     assert learner["versions_behind"] == 1
     assert status["learners"]["b"]["state"] == "joining"
+    desk.report("a", 30, held=(9, 0, 0, 0))
+    assert desk.status["learners"]["a"]["versions_behind"] == 0
+    assert desk.syncer.state.members.by_name["a"].held == (1, 0, 0, 0), "not ahead of the run"
     message = msg.Status(status)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=msg.Status) == message
 
