@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,15 +141,6 @@ def test_all_goes_on_after_a_bench_that_failed(
 def test_a_model_that_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ConfigError, match="a multiple of 4096"):
         loop.loop(params=5000)
-
-
-@pytest.mark.parametrize("bench", [bandwidth.bandwidth, chaos.chaos, loop.loop])
-def test_a_bench_without_pytorch_says_so(
-    bench: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs PyTorch.*pip install"):
-        bench(short=True)
 
 
 def test_half_a_line_of_events_waits_for_its_rest(tmp_path: Path) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import sys
 from itertools import chain, islice
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -114,19 +112,3 @@ def test_a_worker_that_cannot_begin_says_why(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs PyTorch.*pip install"):
         learner(Options(name="site-a", broker="tcp://127.0.0.1:1"))
-
-
-def test_a_worker_speaks_before_the_import_that_takes_seconds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    heard: list[str] = []
-
-    def train(options: Options) -> dict[str, float]:
-        heard.append(capsys.readouterr().out)
-        return {"steps": 1, "tokens": 2, "validation_loss": 3.0}
-
-    module = "narrows.bench.reference.training"
-    monkeypatch.setitem(sys.modules, module, SimpleNamespace(train=train))
-    learner(Options(name="site-a", broker="tcp://127.0.0.1:1"))
-    assert heard == ["site-a: loading PyTorch, which takes seconds\n"]
-    assert "validation loss 3.0000" in capsys.readouterr().out
