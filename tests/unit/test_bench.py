@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -138,11 +139,8 @@ def test_all_goes_on_after_a_bench_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cli, "BENCHES", {"loop": "", "codec": ""})
-
-    def broken(cell: loop.Cell) -> rows.Row:
-        raise NarrowsError(ErrorCode.UNFINISHED, "the broker has died")
-
-    monkeypatch.setattr(loop, "measure", broken)
+    error = NarrowsError(ErrorCode.UNFINISHED, "the broker has died")
+    monkeypatch.setattr(loop, "measure", Mock(side_effect=error))
     with pytest.raises(NarrowsError, match=r"failed: loop .*the broker has died"):
         cli.run_all(folder=tmp_path / "new")
     said = json.loads((tmp_path / "new" / "codec.json").read_text())

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -162,10 +163,8 @@ def test_a_broker_names_the_learners_that_a_runs_end_has_left_without_the_final_
 def test_an_error_is_one_line_and_an_exit_code(
     narrows: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise Refused(ErrorCode.KEY_REFUSED, "no\n\x1b[2J")
-
-    monkeypatch.setattr(status, "find_broker", fail)
+    refused = Refused(ErrorCode.KEY_REFUSED, "no\n\x1b[2J")
+    monkeypatch.setattr(status, "find_broker", Mock(side_effect=refused))
     assert narrows.run("status") == 3
     assert narrows.err.count("\n") == 1 and "no\\n\\x1b[2J" in narrows.err
 
