@@ -15,6 +15,7 @@ import sys
 from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import psutil
@@ -104,6 +105,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if len(reruns) > FLAKY_MAX:
         text = f"{len(reruns)} flaky tests, at most {FLAKY_MAX} are allowed"
         terminalreporter.write_line(text, red=True)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Generator[Any]:
+    """The folder, ports and processes of one acceptance test."""
+    from acceptance.kit import Site
+
+    site = Site(tmp_path)
+    yield site
+    site.close()
 
 
 @pytest.fixture(autouse=True)

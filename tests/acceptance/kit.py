@@ -30,7 +30,6 @@ from typing import Any, Final
 
 import psutil
 from acceptance import toy
-from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -325,12 +324,6 @@ class Site:
             child.close()
             print(child.log[said:], end="")
         self.ports.close()
-
-
-def metadata(path: Path) -> dict[str, str]:
-    """The facts that stand beside the tensors in a file."""
-    with safe_open(path, "pt") as file:
-        return dict(file.metadata())
 
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

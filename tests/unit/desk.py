@@ -167,10 +167,9 @@ class Desk:
         who, kind = incarnation(name, self.lives[name]), msg.DataKind.PUSH
         return msg.Header(EPOCH, kind, who, fragment, 0, push_id, chunk, "int4-zstd", 0, 0)
 
-    def chunk(self, name: str, fragment: int, push_id: int, chunk: int, /, **fields: Any) -> bool:
+    def chunk(self, name: str, fragment: int, push_id: int, chunk: int) -> bool:
         """A chunk of a push comes; True if it was wanted."""
-        header = structs.replace(self.header(name, fragment, push_id, chunk), **fields)
-        self.do(self.syncer.push_chunk, header)
+        self.do(self.syncer.push_chunk, self.header(name, fragment, push_id, chunk))
         return bool(self.last)
 
     def checked(self, name: str, fragment: int, push_id: int, chunk: int) -> None:

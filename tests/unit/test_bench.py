@@ -1,18 +1,26 @@
-"""Benches: their arithmetic on made-up input, and each of them once with tiny real runs."""
+"""Benches: their arithmetic on made-up input, and each of them once with tiny real runs; the
+reference worker's text, model and options; and what `narrows demo` shows. A real demo is run by
+tests/acceptance."""
 
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
+from rich.console import Console
 
 from narrows.bench import (
     bandwidth,
@@ -27,9 +35,14 @@ from narrows.bench import (
     trained,
     wan,
 )
+from narrows.bench.demo import SPARKS, SPARKS_MAX, STEP_TOKENS, Story, View, demo, report, sparkline
 from narrows.bench.kit import rows
 from narrows.bench.kit.line import Sample, available, ip, peak_bits_per_s
 from narrows.bench.kit.run import TENSORS, WIDTH, Run
+from narrows.bench.reference import worker
+from narrows.bench.reference.gpt import GPT, PRESETS, learning_rate, make_optimizer
+from narrows.bench.reference.text import SECTION_BYTES, SIDE_BYTES_MIN, Text, load_text
+from narrows.bench.reference.worker import Options, learner
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 
 PARAMS = 4 * TENSORS * WIDTH
@@ -128,11 +141,8 @@ def test_all_goes_on_after_a_bench_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cli, "BENCHES", {"loop": "", "codec": ""})
-
-    def broken(cell: loop.Cell) -> rows.Row:
-        raise NarrowsError(ErrorCode.UNFINISHED, "the broker has died")
-
-    monkeypatch.setattr(loop, "measure", broken)
+    error = NarrowsError(ErrorCode.UNFINISHED, "the broker has died")
+    monkeypatch.setattr(loop, "measure", Mock(side_effect=error))
     with pytest.raises(NarrowsError, match=r"failed: loop .*the broker has died"):
         cli.run_all(folder=tmp_path / "new")
     said = json.loads((tmp_path / "new" / "codec.json").read_text())
@@ -314,3 +324,206 @@ def test_other_systems_are_timed_on_a_shaped_line() -> None:
     cell = peers.Cell("exchange", "gloo", "20Mbit/s", 1 << 18, 1.0)
     row = peers.averaged(cell, Path(sys.executable))
     assert row["exchange_s"] >= 0.9 * 16 * cell.params / 20e6, row  # All bits cross the line.
+
+
+def counting(train: int) -> Text:
+    """A text that tells at which place a token was read."""
+    return Text(np.arange(train, dtype=np.uint8), np.arange(100, dtype=np.uint8), 1)
+
+
+def test_a_file_is_on_the_side_of_its_name(tmp_path: Path) -> None:
+    for index in range(60):
+        (tmp_path / f"{index}.txt").write_bytes(bytes([index]) * SIDE_BYTES_MIN)
+    (tmp_path / "image.png").write_bytes(b"\xff" * 4096)
+    text = load_text(tmp_path)
+    train, validation = set(text.train.tolist()), set(text.validation.tolist())
+    assert train | validation == set(range(60)) and not train & validation
+    (tmp_path / "0.txt").write_bytes(b"\xfe" * 4096)
+    changed = load_text(tmp_path)
+    assert (0xFE in changed.train.tolist()) == (0 in train)
+
+
+def test_one_long_file_has_both_sides(tmp_path: Path) -> None:
+    whole = b"".join(bytes([index]) * SECTION_BYTES for index in range(40))
+    (tmp_path / "book.txt").write_bytes(whole)
+    text = load_text(tmp_path)
+    assert len(text.validation) and len(text.train) + len(text.validation) == len(whole)
+
+
+def test_too_little_text_is_told(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("few words")
+    with pytest.raises(ConfigError, match=r"too little text in .*expected .* got .* in 1 files"):
+        load_text(tmp_path)
+    for preset in PRESETS.values():
+        assert preset.batch * preset.context < SIDE_BYTES_MIN, "the shortest text has a batch"
+
+
+def test_batches_cover_the_text_once_a_pass() -> None:
+    def batches(order: str, count: int, skip: int = 0) -> list[list[int]]:
+        source = counting(81).tokens(batch=2, context=10, order=order, skip=skip)
+        taken = list(islice(source, count))
+        assert all(np.array_equal(y, x + 1) for x, y in taken)
+        return [x[:, 0].tolist() for x, _ in taken]
+
+    eight = batches("0:site-a", 8)
+    for one_pass in (eight[:4], eight[4:]):
+        assert sorted(chain(*one_pass)) == list(range(0, 80, 10))
+    assert eight[:4] != eight[4:], "each pass has its own order"
+    assert batches("0:site-b", 4) != eight[:4]
+    assert batches("0:site-a", 3, skip=5) == eight[5:], "a learner that returns goes on"
+
+
+def test_validation_windows_are_spread_over_the_text() -> None:
+    windows = counting(20).validation_windows(context=9, count=4)
+    assert windows[:, 0].tolist() == [0, 30, 60, 90] and windows[-1, -1] == 99
+
+
+def test_the_model_learns_and_does_not_look_ahead() -> None:
+    model, text = GPT(PRESETS["nano"]), load_text()
+    assert len(text.train) > 3e6 and 5e4 < len(text.validation) < len(text.train) / 10
+    assert all(map(torch.equal, model.parameters(), GPT(PRESETS["nano"]).parameters()))
+    assert model.head.weight is model.embedding.weight
+    x = torch.from_numpy(text.validation_windows(context=64, count=1))[:, :-1]
+    changed = x.clone()
+    changed[0, 40] ^= 1
+    before, after = model(x), model(changed)
+    assert torch.equal(before[0, :40], after[0, :40])
+    assert not torch.equal(before[0, 40:], after[0, 40:])
+    windows = text.validation_windows(context=64, count=64)
+    assert abs(model.validation_loss(windows) - math.log(256)) < 0.5, "it knows nothing yet"
+    optimizer = make_optimizer(model, 8e-3)
+    for x_, y_ in islice(text.tokens(batch=4, context=64, order="a"), 60):
+        model.loss(torch.from_numpy(x_), torch.from_numpy(y_)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.validation_loss(windows) < 3.6
+
+
+def test_presets_have_the_sizes_that_help_tells() -> None:
+    models = map(GPT, PRESETS.values())
+    sizes = [sum(each.numel() for each in model.parameters()) / 1e6 for model in models]
+    assert sizes == pytest.approx([0.12, 0.43, 0.82, 4.8, 25, 85], rel=0.05)
+
+
+def test_the_learning_rate_follows_the_run() -> None:
+    assert learning_rate(0.0, 0, 1.0) == 0.01
+    assert learning_rate(0.0, 1e6, 1.0) == 1.0, "a run without a goal goes on"
+    assert learning_rate(0.01, 0, 1.0) == pytest.approx(0.2)
+    assert learning_rate(0.05, 0, 1.0) == pytest.approx(1.0)
+    assert learning_rate(1.0, 0, 1.0) == pytest.approx(0.1)
+
+
+def test_a_worker_that_cannot_begin_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"--step-wait-s \(expected >= 0, got -1"):
+        Options(step_wait_s=-1)
+    with pytest.raises(ConfigError, match=r"--device \(expected a device that PyTorch can use"):
+        worker.train(Options(device="tpu", name="site-a", broker="tcp://127.0.0.1:1"))
+    with pytest.raises(ConfigError, match="the learner's broker is missing"):
+        learner(Options(name="site-a"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs PyTorch.*pip install"):
+        learner(Options(name="site-a", broker="tcp://127.0.0.1:1"))
+
+
+def test_a_worker_speaks_before_the_import_that_takes_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heard: list[str] = []
+
+    def trained(options: Options) -> dict[str, float]:
+        heard.append(capsys.readouterr().out)
+        return {"steps": 1, "tokens": 2, "validation_loss": 3.0}
+
+    monkeypatch.setattr(worker, "train", trained)
+    learner(Options(name="site-a", broker="tcp://127.0.0.1:1"))
+    assert heard == ["site-a: loading PyTorch, which takes seconds\n"]
+    assert "validation loss 3.0000" in capsys.readouterr().out
+
+
+MEASURED = Path(__file__).parents[2] / "docs" / "results" / "demo.json"
+
+
+def status(
+    run_tokens: int, incarnation: str = "b.1", merged: int = 0, phase: str = "running"
+) -> dict[str, Any]:
+    victim = {"incarnation": incarnation, "merged_tokens": merged}
+    return {"phase": phase, "run_tokens": run_tokens, "learners": {"b": victim}}
+
+
+@pytest.fixture
+def story() -> Story:
+    """A run of 100 tokens that has just begun; its start took 10 seconds."""
+    story = Story("b", 100, started_at=0.0)
+    assert story.hear(status(0, phase="seeding"), 5.0) is None
+    assert story.hear(status(0), 10.0) is None
+    return story
+
+
+def test_the_victim_dies_returns_and_contributes_once_each(story: Story) -> None:
+    assert story.hear(status(39), 40.0) is None and story.tell() == ""
+    assert story.hear(status(40), 50.0) == "kill" and "was killed" in story.tell()
+    assert story.hear(status(50), 60.0) is None
+    assert story.hear(status(60), 70.0) == "return" and "starting" in story.tell()
+    assert story.hear(status(70, merged=9), 75.0) is None, "pushes of its first life do not count"
+    assert not story.is_back and story.rejoin_s is None
+    assert story.hear(status(80, "b.2"), 80.0) is None and story.is_back
+    assert "warming up" in story.tell()
+    assert story.hear(status(90, "b.2", merged=1), 82.0) is None
+    assert story.hear(status(95, "b.2", merged=2), 90.0) is None
+    assert story.rejoin_s == 12.0 and "after 12.0 s" in story.tell()
+
+
+def test_it_returns_soon_where_the_rest_of_the_run_is_short(story: Story) -> None:
+    assert story.hear(status(45), 20.0) == "kill"
+    assert story.hear(status(45), 20.9) is None, "it is dead for a second, so that it is seen"
+    # The rest takes 13 s at this pace, and the start of all took 10.
+    assert story.hear(status(45), 21.0) == "return"
+
+
+def test_it_is_killed_as_long_as_the_run_has_not_ended(story: Story) -> None:
+    assert story.hear(status(100, phase="ended"), 11.0) is None
+    assert story.hear(status(100, phase="ending"), 11.0) == "kill"
+
+
+def test_a_sparkline_shows_the_course() -> None:
+    assert sparkline([]) == ""
+    assert sparkline([3.0, 2.0]) == SPARKS[-1] + SPARKS[0]
+    course = sparkline([10.0 / (1 + index) for index in range(333)])
+    assert len(course) == SPARKS_MAX and list(course) == sorted(course, reverse=True)
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+def test_sixty_columns_tell_the_story(story: Story, is_live: bool) -> None:
+    console = Console(file=io.StringIO(), width=60, record=True, force_terminal=is_live)
+    view = View(console, story, is_live=is_live)
+    with view.shown:
+        for tokens, now in ((20, 20.0), (40, 50.0), (60, 70.0)):
+            said = status(tokens) | {"merges": 391, "up_bytes": 114.9e6, "down_bytes": 2.345e9}
+            learner = {"steps": 1234, "contributions": 123, "state": "training", "loss": 2.0}
+            said["learners"]["b"] |= learner
+            story.hear(said, now)
+            view.update(said | {"waiting_for": []})
+    console.print(view.moment)
+    told = console.export_text()
+    assert "up 114.9 MB, down 2.35 GB" in told and "b was killed (SIGKILL)" in told
+    assert max(map(len, told.splitlines())) <= 60
+
+
+@pytest.mark.parametrize("kept, step", [(None, "narrows demo --keep"), (Path("x"), "journal show")])
+def test_the_results_fit_into_60_columns(kept: Path | None, step: str) -> None:
+    console = Console(file=io.StringIO(), width=60, record=True)
+    row = json.loads(MEASURED.read_text())["rows"][0]
+    console.print(report(row, kept))
+    told = console.export_text()
+    assert f"merged again {row['rejoin_s']:.1f} s after its start" in told, "no cell is broken"
+    times = row["data_parallel_bytes"] / (row["up_bytes"] + row["down_bytes"])
+    assert f"{times:.0f} times" in told and step in told and "examples/train.py" in told
+
+
+def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected 2 to 26 learners, 1 step or more, got 1 and"):
+        demo(learners=1)
+    with pytest.raises(ConfigError, match=r"exists.*new folder"):
+        demo(keep=tmp_path)
+    preset = PRESETS["tiny"]
+    assert STEP_TOKENS == preset.batch * preset.context

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -199,11 +200,7 @@ def test_a_write_that_fails_leaves_no_half_of_a_file(
 ) -> None:
     path, key = tmp_path / "site-a.key", site_key()
     keys.write_site_key(path, key)
-
-    def full(_fd: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
     for file, replace in ((path, True), (tmp_path / "new.key", False)):
         with pytest.raises(ConfigError, match="No space left"):
             keys.write_site_key(file, site_key("other"), replace=replace)

@@ -323,6 +323,18 @@ def test_a_frozen_reader_costs_the_others_one_patience(total: float) -> None:
     assert 100.0 + patience_s <= left[-1][0] <= 100.0 + patience_s + 5 * RETRY_S
 
 
+def test_lanes_that_wait_side_by_side_use_patience_once_and_it_is_refilled() -> None:
+    sender, made_up_s = Sender(total=1e12), LATE_S - RESUME_S
+    sender.fan_out = 2
+    put_live(sender, 2, streams=2)
+    run(sender, 101.0, lambda entry, now: now > 100.2, now=100.0)
+    # They have used 0.12 of 0.25 s, and 25 ms come back each second; then all of it is used.
+    for began, patience_s in ((102.0, 0.18), (106.0, 0.1)):
+        put_live(sender, 1)
+        ((at, _),) = run(sender, began + 1.0, lambda entry, now: False, now=began)
+        assert at - began - made_up_s == pytest.approx(patience_s, abs=3 * RETRY_S)
+
+
 @pytest.mark.parametrize(
     ("total", "readers", "may_lose"),
     [(0.0, 2, True), (1e12, 2, True), (1e12, 1, True), (1e12, 2, False)],

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from narrows.broker.process import downlink, pipeline
 from narrows.broker.process.downlink import SPARE_CONNECTIONS, Connection
 from narrows.broker.process.service import REPEATS_MAX, LimitRepeats
 from narrows.proto import messages as msg
-from narrows.proto.codec import DecodedChunk, decode_chunk, encode_values
+from narrows.proto.codec import decode_chunk, encode_values
 from narrows.proto.codec.payload import float_payload
 from narrows.proto.events import EventFile
 from narrows.proto.wire import pack_layout
@@ -112,19 +112,14 @@ def test_who_never_listens_holds_no_memory(house: House) -> None:
 def test_a_state_is_encoded_once_for_all_who_ask(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoded: list[int] = []
-
-    def encode(*arguments: Any, **options: Any) -> Any:
-        encoded.append(1)
-        return encode_values(*arguments, **options)
-
+    encode = Mock(wraps=encode_values)
     monkeypatch.setattr(downlink, "encode_values", encode)
     learners = begun(house, "site-a", "site-b")
     for each in learners:
         for chunk in range(2):
             each.fetch(msg.DataKind.STATE, 0, chunk)
             house.settle()
-    assert len(encoded) == 1
+    assert encode.call_count == 1
     house.now += downlink.IDLE_S
     house.settle()
     assert not house.host.downlink._copies[0], "nobody asks for it any more"
@@ -134,11 +129,8 @@ def test_a_failed_merge_is_refused_and_its_learner_may_push_again(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (a,) = begun(house, "site-a")
-
-    def fail(*_: object) -> None:
-        raise FloatingPointError("version 1 would not be finite")
-
-    monkeypatch.setattr(pipeline, "merge", fail)
+    error = FloatingPointError("version 1 would not be finite")
+    monkeypatch.setattr(pipeline, "merge", Mock(side_effect=error))
     a.push()
     house.until(lambda: a.heard(msg.Refuse), "a refusal", a)
     refusal = a.heard(msg.Refuse)[0]
@@ -182,10 +174,6 @@ def test_a_version_0_that_cannot_be_is_refused_and_the_next_learner_seeds(
     house: House, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
     """It is damaged, or does not fit into the memory."""
-
-    def full(*_: object) -> None:
-        raise MemoryError
-
     rest = np.full(520 * 512 + 700 - (1 << 18), np.nan, np.float32)
     nan = float_payload(rest, np.array([0, rest.size]))[0]
     payload = {"bad_payload": b"no payload", "not_finite_seed": nan}.get(code)
@@ -194,7 +182,7 @@ def test_a_version_0_that_cannot_be_is_refused_and_the_next_learner_seeds(
     b.hello()
     assert a.heard(msg.Welcome)[0].role == "seed"
     if code == "too_large":
-        monkeypatch.setattr(pipeline, "decode_chunk", full)
+        monkeypatch.setattr(pipeline, "decode_chunk", Mock(side_effect=MemoryError))
     a.seed(damaged=payload)
     house.settle()
     monkeypatch.undo()
@@ -257,26 +245,19 @@ def test_who_hears_any_publication_is_charged_and_no_more_than_the_learners_and_
 def test_pushes_that_displace_each_other_cost_the_workers_nothing(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoded: list[int] = []
-
-    def decode(*arguments: Any) -> DecodedChunk:
-        decoded.append(1)
-        return decode_chunk(*arguments)
-
-    monkeypatch.setattr(pipeline, "decode_chunk", decode)
     (a,) = begun(house, "site-a")
-    decoded.clear()
+    decode = Mock(wraps=decode_chunk)
+    monkeypatch.setattr(pipeline, "decode_chunk", decode)
     for _ in range(50):
         a.push()
     house.settle()
-    assert len(decoded) == len(a.payloads), "the last push alone"
+    assert decode.call_count == len(a.payloads), "the last push alone"
 
 
 def test_a_publication_of_other_chunks_is_answered_with_the_state(tmp_path: Path) -> None:
     house = House(tmp_path / "state")
     (a,) = begun(house, "site-a")
-    a.push()
-    house.until(lambda: house.heads[0] == 1, "a version", a)
+    one_round(house, a)
     house.kill()
     again = House(tmp_path / "state", {"wan.down": "4Mbit/s"}, now=house.now + 1, lives=1)
     assert again.config.shared.chunk_elements < house.config.shared.chunk_elements

@@ -162,12 +162,6 @@ class Seat:
             self.done()
         return self.take(SendChunks)
 
-    def fail(self) -> None:
-        """Coding fails for every snapshot that was taken."""
-        for fragment, push_id, _ in self.take(Snapshot):
-            self.session.encode_failed(fragment, push_id, reason="no")
-            self.done()
-
     def leave(self) -> None:
         self.session.leave(self.now)
         self.done()
@@ -605,7 +599,8 @@ def test_the_work_of_a_push_that_fails_counts_as_unpushed_again(how: str) -> Non
         seat.encode()
         seat.refuse("bad_payload", 0, 1)
     else:
-        seat.fail()
+        assert seat.take(Snapshot) == [Snapshot(0, 1, 0)]
+        seat.session.encode_failed(0, 1, reason="no")
     assert seat.session.parts[0].push is None
     seat.step(9)
     assert seat.take(Snapshot) == [Snapshot(0, 2, 0)]

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from shutil import copytree
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -147,16 +149,9 @@ def names(folder: Path) -> list[str]:
 @contextmanager
 def failing(sync: str, code: int, good: int = 0) -> Iterator[None]:
     """A disk on which a call of the os module works so many times and fails from then on."""
-    real, left = getattr(os, sync), [good]
-
-    def fail(*arguments: Any) -> Any:
-        if not left[0]:
-            raise OSError(code, os.strerror(code))
-        left[0] -= 1
-        return real(*arguments)
-
+    outcomes = chain(repeat(DEFAULT, good), repeat(OSError(code, os.strerror(code))))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, sync, fail)
+        patch.setattr(os, sync, Mock(wraps=getattr(os, sync), side_effect=outcomes))
         yield
 
 
@@ -281,6 +276,7 @@ def test_a_snapshot_on_a_full_disk_changes_nothing(run: Run) -> None:
     with failing("fsync", errno.ENOSPC), pytest.raises(DiskFull):
         run.store.snapshot(run.head(0))
     assert names(run.folder) == before
+    assert run.store.query("SELECT count(*) FROM snapshots") == [(2,)], "no row before its file"
     run.store.snapshot(run.head(0))
 
 
