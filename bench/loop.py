@@ -84,7 +84,8 @@ def exchanging(
     run.wait_merges(ROUNDS_BEFORE * fragments)
     first, before, began_s = len(run.merges()), _spent(run, toys), time.monotonic()
     run.wait(seconds)
-    run.wait_merges(first + fragments)
+    # The clock ends with a round, as it began.
+    run.wait_merges(max(first + fragments, len(run.merges()) + 1))
     merges, after = run.merges()[first:], _spent(run, toys)
     took_s = time.monotonic() - began_s
     rounds = len(merges)

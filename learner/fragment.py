@@ -136,6 +136,8 @@ class FragmentSession:
         if not agrees:
             self.arriving.clear()
             self.tip, self.tip_digest = -1, 0
+            if self.pushed is Pushed.MERGED:  # The next copy may be older than the one that has it.
+                self.pushed = Pushed.WAITING
             return False
         self.tip, self.tip_digest = header.version, header.result_digest
         self.arriving = {key: each for key, each in self.arriving.items() if key[1] > self.tip}
@@ -246,12 +248,11 @@ class FragmentSession:
     def new_epoch(self, settings: msg.RunSettings, *, go_back: bool) -> None:
         """Another life of the broker: forgets what was on its way, because chunks may be cut anew.
 
-        `go_back`: the copy here is not of the broker's history; its head replaces everything. So it
-        does if the base has no copy, because the broker could not compare that.
+        `go_back`: the copy here is not of the broker's history; its head replaces everything.
         """
         self.settings, self.assembling = settings, None
         self.arriving.clear()
-        if go_back or self.tip < self.held:
+        if go_back:
             self._settle()
             self.standing, self.held, self.tip, self.tip_digest = Standing.ADRIFT, -1, -1, 0
         self.head = self.tip

@@ -200,9 +200,11 @@ class Session:
         self.settings, self.ports = settings, (welcome.uplink_port, welcome.downlink_port)
         self.refusal, self._refused_since = None, math.inf
         if renewed:
+            # The broker could not compare a base whose copy was damaged.
+            back = [p.index for p in self.parts if p.index in welcome.go_back or p.tip < p.held]
             for part in self.parts:
-                part.new_epoch(settings, go_back=part.index in welcome.go_back)
-            if back := list(welcome.go_back):
+                part.new_epoch(settings, go_back=part.index in back)
+            if back:
                 text = f"fragments {back}: the broker's history is another, taking its versions"
                 self._note("went_back", text)
         self._take_beat(welcome.beat, now)

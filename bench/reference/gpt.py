@@ -54,8 +54,10 @@ PRESETS: Final = {
 def usable_device(name: str) -> torch.device:
     """The device of this name. Raises ConfigError if it cannot be used here."""
     try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
+        tried = torch.ones(1, device=name)
+        tried.item()  # Fails on meta, which has no memory.
+        return tried.device
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise ConfigError(
             "--device",
             expected="a device that PyTorch can use on this machine, as cpu or cuda:0",

@@ -39,7 +39,7 @@ validation part, too."""
 
 VALIDATION_PERCENT: Final = 5
 
-SIDE_BYTES_MIN: Final = 32_768
+SIDE_BYTES_MIN: Final = 20_000
 """Bytes that each side has at least: more than a batch of the largest preset."""
 
 

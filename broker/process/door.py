@@ -1,7 +1,7 @@
 """The way in: the address that a process listens on, and the keys that are admitted there.
 
 Two threads ask: ZeroMQ's authenticator at each handshake, the loop for each frame. What they read
-is swapped as a whole and never changed. Only a handshake that waits for the loop's look has a lock.
+is swapped as a whole and never changed. A lock lets a handshake wait for the loop's next look.
 """
 
 from __future__ import annotations

@@ -451,10 +451,41 @@ def test_a_learner_goes_back_if_its_copy_was_damaged_when_the_new_life_compared(
     seat.restart(heads=(0, 0))
     assert seat.sent(msg.Hello)[-1].held == (msg.Held(-1, 0), msg.Held(0, 1000))
     seat.welcome(heads=(0, 0))
+    assert seat.noted()[-1] == "went_back"
     assert seat.sent(msg.Report)[-1].held == (-1, 0)
     seat.state(0, 0)
     seat.step()
     assert [(each.version, each.overwrite) for each in seat.take(Adopt)] == [(0, True)]
+
+
+def test_a_damaged_copy_is_replaced_by_an_older_one_and_what_follows() -> None:
+    """The parameters stay until a newer copy is here. An older one may lack the push."""
+    seat = waiting()
+    seat.publish(0, 1)
+    seat.publish(0, 2, 1)
+    for chunk in range(CHUNKS):
+        seat.chunk(PUBLICATION, 0, 3, chunk)
+    seat.session.assembled(seat.header(PUBLICATION, 0, 3), seat.now, agrees=False)
+    seat.done()
+    seat.state(0, 1)
+    seat.step()
+    assert [(each.version, each.merged) for each in seat.take(Adopt)] == [(1, False)]
+    for version, *merged in ((2, 1), (3,), (4,)):
+        seat.publish(0, version, *merged)
+    seat.step()
+    assert [(each.version, each.merged) for each in seat.take(Adopt)] == [(4, True)]
+    for chunk in range(CHUNKS):
+        seat.chunk(PUBLICATION, 0, 5, chunk)
+    seat.session.assembled(seat.header(PUBLICATION, 0, 5), seat.now, agrees=False)
+    seat.done()
+    seat.state(0, 2)
+    for version in (3, 4):
+        seat.publish(0, version)
+        seat.step()
+    assert seat.take(Adopt) == []
+    seat.publish(0, 5)
+    seat.step()
+    assert [each.version for each in seat.take(Adopt)] == [5]
 
 
 def test_within_one_life_a_publication_may_overtake_a_welcome() -> None:
