@@ -354,7 +354,7 @@ def report(facts: Facts, kept: Path | None) -> Group:
     look = f"narrows journal show {kept}/state" if kept else "narrows demo --keep demo-run"
     steps = (
         f"Next: `{look}` {'lists every merge' if kept else 'keeps journal, logs and events'};"
-        f" `examples/train.py` is a loop of your own in ten lines."
+        f" `examples/train.py` is a program with a loop of its own."
     )
     return Group("", table, "", Text(bits, style="bold"), Text(steps))
 

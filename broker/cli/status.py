@@ -35,8 +35,8 @@ BROKEN_OFF_S: Final = 1.0
 """A broker that breaks handshakes off for so long is not just starting again."""
 
 LEGEND: Final = (
-    "heard: time since its last message; logged: tokens that it has trained on; merged: those that "
-    "are in the model;\nbehind: versions that it has not adopted yet"
+    "heard: time since its last message; logged: tokens that it has trained on since its start;\n"
+    "merged: those that are in the model; behind: versions that it has not adopted yet"
 )
 
 
