@@ -113,6 +113,7 @@ class Stage:
     ("kind", "damages", "event"),
     [
         (DataKind.STATE, "payload", "refused"), (DataKind.PUBLICATION, "payload", "refused"),
+        (DataKind.STATE, "result", "digest_differs"),
         (DataKind.PUBLICATION, "result", "digest_differs"),
     ],
 )  # fmt: skip

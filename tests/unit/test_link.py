@@ -313,8 +313,10 @@ def test_the_host_hears_of_a_site_that_has_no_key_left(keyed: Wire, keys: Path) 
     for name in ("site-a", "site-b"):
         admitted(keyed, keys, name)
     second = admitted(keyed, keys, "site-b")
+    before = keyed.link._control
     AllowList.revoke(keys, "site-b", second.public)
     look(keyed)
+    assert keyed.link._control is not before, "a connection of the revoked key must end"
     assert not keyed.host.cut_off, "it has another one"
     AllowList.revoke(keys, "site-b")
     look(keyed)
