@@ -76,7 +76,7 @@ def measure(cell: Cell) -> Row:
 def exchanging(
     run: Run, mode: str, settings: Mapping[str, object], toy: Toy, seconds: float
 ) -> Row:
-    """A broker and two such toys; rates over so many seconds or longer, in whole exchanges."""
+    """A broker and two such toys; rates over so many seconds or longer, in whole rounds."""
     fragments = 1 if mode == "diloco" else FRAGMENTS
     cut = {"run.mode": mode, "fragments.count": fragments}
     run.broker({"run.learners_at_start": LEARNERS, "merge.quorum": LEARNERS, **cut, **settings})
