@@ -68,6 +68,7 @@ PushSteps: TypeAlias = Annotated[int, Meta(ge=1, le=PUSH_TOKENS_MAX)]
 Chunk: TypeAlias = Annotated[int, Meta(ge=0, le=ELEMENTS_MAX)]
 Digest: TypeAlias = Annotated[int, Meta(ge=0)]
 """xxh3_64; unsigned."""
+Digests: TypeAlias = Annotated[tuple[Digest, ...], Meta(max_length=FRAGMENTS_MAX)]
 Rate: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e18)]
 """Bits per second; 0: no limit."""
 Seconds: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e9)]
@@ -271,6 +272,9 @@ class Beat(_Control, frozen=True):
     tokens_per_s: Rate
     up_bits_per_s: Rate
     """Rate that the addressee may send, with everything that crosses the line."""
+    digests: Digests = ()
+    """Digests of the published copies of `heads`, per fragment, once a second; else empty. They do
+    not pass a relay, so they show what a relay has altered."""
 
 
 class Welcome(_Control, frozen=True):

@@ -60,7 +60,7 @@ class Syncer:
         self._joining = Joining(state, self._pushes)
         self._ending = Ending(state, began_at=now)
         self._rounds = Rounds(state, self._pushes, self._ending, launched_at=now)
-        self._advanced_at = self._beat_at = now
+        self._advanced_at = self._beat_at = self._digests_at = now
         self._wake_at = now + BEAT_S
 
     # What the host reads.
@@ -262,8 +262,11 @@ class Syncer:
         if state.beat_wanted or now >= self._beat_at + BEAT_S:
             self._beat_at, state.beat_wanted = now, False
             if not state.stopping:
+                digests: tuple[int, ...] = ()
+                if now >= self._digests_at + BEAT_S:
+                    self._digests_at, digests = now, state.head_digests()
                 for member in state.members.connected():
-                    state.send(member, state.beat(member, now))
+                    state.send(member, state.beat(member, now, digests))
                 warn_of_silence(state, now)
         due_at = self._beat_at + BEAT_S
         if state.is_open:

@@ -162,6 +162,8 @@ class State:
     """Mean seconds per inner step; 0: not known yet."""
     beat_wanted: bool = False
     """A Beat goes to everybody at the end of this event."""
+    _head_digests: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    """Fragment -> (version, digest) of a head, so that the store is asked once for each."""
 
     def __post_init__(self) -> None:
         self.settings = self.config.shared
@@ -254,12 +256,25 @@ class State:
         text = f"{what}{name or 'a peer'}: {printable(str(error))}"
         self.note("refused", text, warning=True, learner=name, code=code)
 
-    def beat(self, member: Member, now: float) -> msg.Beat:
+    def beat(self, member: Member, now: float, digests: tuple[int, ...] = ()) -> msg.Beat:
+        """`digests` are those of the heads, or none in this Beat."""
         heads, clock = tuple(self.heads) if self.is_open else (), self.clock
         return msg.Beat(
             self.epoch, self.phase, heads, tuple(self.collecting()), self.period_s,
-            clock.run_tokens, clock.tokens_per_s(now), member.up_bits_per_s,
+            clock.run_tokens, clock.tokens_per_s(now), member.up_bits_per_s, digests,
         )  # fmt: skip
+
+    def head_digests(self) -> tuple[int, ...]:
+        """Digests of the published copies of the heads; empty before version 0 is handed out."""
+        if not self.is_open:
+            return ()
+        for fragment, head in enumerate(self.heads):
+            version, _ = self._head_digests.get(fragment, (-1, 0))
+            if version != head:
+                digest = self.published_digest(fragment, head)
+                assert digest is not None, "a head is durable"
+                self._head_digests[fragment] = (head, digest)
+        return tuple(self._head_digests[fragment][1] for fragment in range(len(self.heads)))
 
     def share_uplink(self, now: float, newcomer: Member | None = None) -> None:
         """Sets the rates of all learners and tells them; the newcomer's stands in its Welcome."""

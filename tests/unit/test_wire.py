@@ -32,7 +32,7 @@ from narrows.proto.messages import ELEMENTS_MAX, Layout, LayoutEntry
 
 EPOCH = "1-0000004d"
 INCARNATION, RUN_ID = "site-a/0.0123abcd", "5f2a9c01b3d4e6f7"
-BEAT = msg.Beat(EPOCH, msg.Phase.RUNNING, (0,), (0,), 12.5, 0, 0.0, 2e9)
+BEAT = msg.Beat(EPOCH, msg.Phase.RUNNING, (0,), (0,), 12.5, 0, 0.0, 2e9, (2540268930244521165,))
 
 CONTROL: tuple[msg.ControlMessage, ...] = (
     msg.Hello(
