@@ -1,10 +1,11 @@
-"""Ten things that must hold in every run; each is proven by a planted bug (planted.py).
+"""Eleven things that must hold in every run; each is proven by a planted bug (planted.py).
 
 equal bytes     whoever holds a version holds the same bits, in every life of the broker
 durable         nothing leaves the broker before its row is committed
 replay          a start has what the last life had, bit for bit, or one durable round more
 merged once     a learner believes of its push what the rows say, and no push counts twice
 clock           the run's clock is the sum of the tokens in the rows
+whole           whatever comes out of a call, parameters stand on the version that is pushed from
 share           every learner's tokens are merged, whatever its speed
 rate            no second carries more than 1.02 of the budget
 progress        after the faults everybody is up to date; at the goal all have the final model
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from narrows.broker.process.host import Host
 from narrows.learner import effects as do
+from narrows.learner.fragment import Pushed, Standing
 from narrows.proto.codec import F32, digest_of
 from narrows.proto.flow.budget import wire_bytes
 from narrows.proto.messages import DataKind, Header
@@ -93,6 +95,14 @@ class Checkers:
         )
         if not self._history and bool(merged) != effect.merged:
             raise Wrong(f"merged once: {site.name} {effect}; in the rows: {bool(merged)}")
+
+    def came_back(self, site: Site) -> None:
+        """A training thread is in its loop again, with or without an exception."""
+        for part in site.host.session.parts:
+            version = site.island.versions.get(part.index)
+            if part.standing is not Standing.ADRIFT and part.held != version:
+                what = f"fragment {part.index} of {site.name} is taken to stand on {part.held}"
+                raise Wrong(f"whole: {what}, and stands on {version} (None: on no version)")
 
     # -- lives of the broker
 
@@ -193,6 +203,8 @@ class Checkers:
         for site in self._run.sites:
             parts = site.host.session.parts
             arriving = {(part.index, *key) for part in parts for key in part.arriving}
+            if coding := [part.index for part in parts if part.pushed is Pushed.ENCODING]:
+                raise Wrong(f"no leak: pushes of {site.name} are coded for ever: {coding}")
             if strange := site.host.payloads.keys() - arriving:
                 raise Wrong(f"no leak: {site.name} keeps payloads of {sorted(strange)[:3]}")
 

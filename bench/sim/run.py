@@ -1,4 +1,5 @@
-"""One run in virtual time and its faults: kills, restarts, freezes, full disks, restored states.
+"""One run in virtual time and its faults: kills, restarts, freezes, full disks, restored states,
+exceptions in a training thread.
 
 A plan says what happens: the simulator draws all of it from a seed, and the benches of quality and
 goodput plan calm runs with learners of their own. Either way the seed decides everything, however
@@ -24,14 +25,15 @@ import numpy as np
 from narrows.bench.sim.checkers import Checkers, Wrong
 from narrows.bench.sim.wild import NAME as WILD
 from narrows.bench.sim.wild import WildPeer
-from narrows.bench.sim.world import Killed, Line, Span, VirtualPool, Weather, World
+from narrows.bench.sim.world import Interrupted, Killed, Line, Span, VirtualPool, Weather, World
 from narrows.broker.config import load_broker
 from narrows.broker.process.downlink import Connection
 from narrows.broker.process.host import Host
 from narrows.broker.records import Version
-from narrows.broker.store import History, Store
+from narrows.broker.store import History, Recovered, Store
+from narrows.broker.syncer.events import Note
 from narrows.learner.host import LearnerHost
-from narrows.learner.island import Island, ParameterSource
+from narrows.learner.island import Adoption, Copy, Island, ParameterSource
 from narrows.learner.session import Session
 from narrows.proto.codec import F32, round_to_dtype
 from narrows.proto.layout import Fragment, Piece
@@ -89,6 +91,12 @@ class Plan:
     crash_share = 0.0
     """Share of the visits of a crash place at which the broker dies."""
     full_disk = slow_disk = (0.0, 0.0)
+    end_kills: Sequence[float] = ()
+    """Kills of the broker, in seconds after the goal is reached."""
+    interrupted = 0.0
+    """Share of the calls of a training thread out of which an exception may come."""
+    short_of_memory = 0.0
+    """Share of the published copies that a learner cannot make at the first try."""
     wild = False
 
     def befalls(self, at: float, index: int, fault: Callable[..., None], *given: object) -> None:
@@ -155,6 +163,12 @@ class Draw(Plan):
         if rng.random() < 0.15:
             self.faults += [(rng.uniform(8, 15), Run.copy), (rng.uniform(20, 35), Run.put_back)]
         self.wild = rng.random() < 0.2
+        if rng.random() < 0.2:  # While version 0 is being made.
+            self.faults.append((rng.uniform(0.1, 2.5), Run.kill))
+        first_s, second_s = rng.uniform(0, 3), rng.uniform(0.5, 5)
+        self.end_kills = rng.choice([(), (), (first_s,), (first_s, first_s + second_s)])
+        self.interrupted = rng.choice([0.0, 0.0, 0.0, 0.01])
+        self.short_of_memory = rng.choice([0.0, 0.0, 0.0, 0.03])
 
 
 class Walk:
@@ -208,11 +222,51 @@ class Disk(Store):
     def __init__(self, run: Run) -> None:
         self._run, history = run, run.config.broker.keep_history
         super().__init__(run.path, durable=False, keep_history=history, reach=run.reach)
+        self.is_read = False
+        """The time that a start takes is over."""
+
+    def recover(self, now_unix: float) -> Recovered:
+        recovered = super().recover(now_unix)
+        self.is_read = True
+        return recovered
 
     def commit(self, version: Version) -> None:
         if self._run.world.is_within(self._run.plan.full_disk):
             raise OSError(errno.ENOSPC, "the disk is full")
         super().commit(version)
+
+
+class Watched(Island):
+    """Knows on which version each fragment stands, and may be interrupted half way."""
+
+    def __init__(self, source: ParameterSource, site: Site) -> None:
+        super().__init__(source)
+        self._site = site
+        self.versions: dict[int, int] = {}
+        """By fragment, of those that stand on a version with every element."""
+
+    def copy(self, fragment: Fragment, values: F32) -> Copy:
+        if self._site.world.happens(self._site.run.share(self._site.run.plan.short_of_memory)):
+            raise MemoryError("no room for a copy")
+        return super().copy(fragment, values)
+
+    def adopt(self, fragment: Fragment, rule: Adoption) -> None:
+        if fragment.index not in self.versions:
+            raise Wrong(
+                f"whole: {self._site.name} adopts {fragment.index}, which stands on nothing"
+            )
+        self._move(fragment, super().adopt, rule)
+
+    def overwrite(self, fragment: Fragment, new: Copy) -> None:
+        self._move(fragment, super().overwrite, new)
+
+    def _move(self, fragment: Fragment, move: Callable[..., None], *given: object) -> None:
+        """An exception comes before a fragment is written, or else it counts as half written."""
+        self._site.reach()
+        self.versions.pop(fragment.index, None)
+        move(fragment, *given)
+        self._site.reach()
+        self.versions[fragment.index] = self._site.host.session.parts[fragment.index].held
 
 
 class Site:
@@ -224,8 +278,11 @@ class Site:
         self.line = Line(run.world, run.plan.weather)
         self.lives = 0
         self.host: LearnerHost
+        self.island: Watched
         self.pool: VirtualPool
         self.left = False
+        self._places_left = 0
+        """An exception comes at the last of so many places of a call; 0: at none."""
 
     def boot(self) -> None:
         """A new process with the old name; what the old one had not pushed is gone with it."""
@@ -235,15 +292,17 @@ class Site:
         self.lives += 1
         self.line.break_off()
         trainee = self.trainee = self.run.plan.begin(self)
-        self.pool = VirtualPool(world, lambda now: self.host.turn(now), self.boot)
+        self.pool = VirtualPool(world, lambda now: self.host.turn(now), self.boot, reach=self.reach)
         incarnation = f"{self.name}.{world.rng.getrandbits(32):08x}"
-        island, layout = Island(trainee.source), trainee.layout
-        host = LearnerHost(self.name, incarnation, layout, island, self, self.pool, world.now)
+        island = self.island = Watched(trainee.source, self)
+        given = (trainee.layout, island, self, self.pool, world.now)
+        host = LearnerHost(self.name, incarnation, *given)
         self.run.spoil(host)
         self.host, self.left = host, False
         host.sender.ready = True
         host.saw = self.run.checkers.saw
         host.adopting = partial(self.run.checkers.adopting, self)
+        host.noted = lambda note: self.reach()
         host.lost(world.now)  # The connection is there at once.
         self._timer(host)
         self._train(host)
@@ -261,25 +320,22 @@ class Site:
         return Connection(self.index, self.line.generation)
 
     def control(self, peer: str, frames: list[bytes]) -> bool:
-        run, host, peer = self.run, self.run.host, self.peer
+        run, peer = self.run, self.peer
+        self.reach()
         self.line.dial(self._subscribe)
         self.line.in_order(
-            "control up", lambda: run.enter(host, Host.control, peer, self.name, frames)
+            "control up", lambda: run.enter(run.host, Host.control, peer, self.name, frames)
         )
         return True
 
     def data(self, topic: str, header: bytes, payload: bytes) -> bool:
-        run, host = self.run, self.run.host
-        frames = [topic.encode(), header, payload]
-        self.line.data(topic, lambda: run.enter(host, Host.data, self.name, frames))
+        run, frames = self.run, [topic.encode(), header, payload]
+        self.line.data(topic, lambda: run.enter(run.host, Host.data, self.name, frames))
         return True
 
     def _subscribe(self) -> None:
-        """The subscriptions reach a broker that lives, or its next life."""
+        """The subscriptions reach a broker that lives, or wait for its next life."""
         run, incarnation = self.run, self.host.session.incarnation
-        if run.host is None:
-            self.line.dial(self._subscribe, again=True)
-            return
         self.line.subscribed = True
 
         def listen(host: Host, now: float) -> None:
@@ -321,17 +377,35 @@ class Site:
             if session.refused:
                 raise Wrong(f"{self.name} is refused: {session.refused}")
             if not session.joined or session.must_wait(world.now):
-                host.join(world.now)
+                self._call(host.join)
             elif session.stopping:
-                host.leave(world.now)
-                host.join(world.now)
+                self._call(host.leave)
+                self._call(host.join)
             elif world.now < self.run.plan.ends:
-                host.boundary(self.trainee.step(session, world.now), 1.0, world.now)
+                self._call(host.boundary, self.trainee.step(session, world.now), 1.0)
                 delay_s = self.trainee.step_s(world.now)
             else:
-                host.join(world.now)
+                self._call(host.join)
             session.check()
         world.after(delay_s, lambda: self._train(host))
+
+    def _call(self, call: Callable[..., object], *given: object) -> None:
+        """A call of the training thread, whose loop survives an exception and goes on."""
+        world, run = self.world, self.run
+        if world.happens(run.share(run.plan.interrupted)):
+            self._places_left = world.rng.randint(1, 8)
+        try:
+            call(*given, world.now)
+        except (Interrupted, MemoryError):
+            pass
+        self._places_left = 0
+        run.checkers.came_back(self)
+
+    def reach(self) -> None:
+        """A place where an exception may come out of an effect."""
+        self._places_left -= 1
+        if self._places_left == 0:
+            raise self.world.rng.choice([Interrupted, MemoryError])
 
     # -- faults
 
@@ -382,7 +456,10 @@ class Run:
         self.sites: list[Site] = []
         self._wild: WildPeer | None = None
         self._backup = path.with_name(f"{path.name}-backup")
-        self._boot()
+        self._end_kills = list(plan.end_kills)
+        self._waiting: list[Callable[[], None]] = []
+        """What has come to the sockets of a broker that reads its state."""
+        self._boot(self.world.now)
         self.sites = [Site(self, i, step_s) for i, step_s in enumerate(self.plan.steps_s)]
         for index, site in enumerate(self.sites):
             self.world.after(0.3 * index, site.boot)
@@ -413,24 +490,38 @@ class Run:
 
     # -- the broker's process
 
-    def _boot(self) -> None:
+    def _boot(self, bound_at: float) -> None:
+        """The replay is over. What waits at the sockets is read before anything else is done."""
         world = self.world
-        self.store = Disk(self)
+        store = self.store = Disk(self)
         self.spoil(self.store)
         self.pool = VirtualPool(
             world, lambda _: self.enter(self.host, Host.turn), self.kill, slow=self.plan.slow_disk
         )
-        given = (self.config, self, self.pool, self.store, world.now)
+        given = self.config, self, self.pool, store
         nonce = f"{world.rng.getrandbits(32):08x}"
-        host = Host(*given, nonce, now_unix=lambda: world.now, reach=self.reach)
+        host = Host(
+            *given, lambda: world.now if store.is_read else bound_at, nonce,
+            now_unix=lambda: world.now, reach=self.reach, on_note=self._noted,
+        )  # fmt: skip
         self.spoil(host)
         self.checkers.booted(host)
         self.host = host
+        while self._waiting:
+            self._waiting.pop(0)()
         self._timer(host)
+
+    def _noted(self, note: Note) -> None:
+        if note.event == "stood_still":
+            raise Wrong(f"invariants: no broker stands still here, but {note.text}")
+        while note.event == "goal" and self._end_kills:
+            self.world.after(self._end_kills.pop(), self.kill)
 
     def enter(self, host: Host | None, call: Callable[..., object], *given: object) -> None:
         """Calls a method of a broker that lives, with the time as its last argument. A crash place
         may end it."""
+        if host is None:
+            self._waiting.append(lambda: self.enter(self.host, call, *given))
         if host is None or host is not self.host or self.finished:
             return
         host.downlink.keep_listeners(lambda each: self.sites[each[0]].connection == each)
@@ -450,12 +541,15 @@ class Run:
 
     def reach(self, place: str) -> None:
         """A crash place: the broker may die here, as long as there are faults."""
-        calm = self.world.now > self.plan.ends - 5
-        if not calm and self.world.rng.random() < self.plan.crash_share:
+        if self.world.happens(self.share(self.plan.crash_share)):
             raise Killed
 
+    def share(self, of_faults: float) -> float:
+        """A share of the plan as long as there are faults, then 0."""
+        return of_faults if self.world.now <= self.plan.ends - 5 else 0.0
+
     def kill(self) -> None:
-        """SIGKILL; another life begins on the same folder a second later."""
+        """SIGKILL; another life binds at once and reads the same folder, which takes some time."""
         if self.host is None or self.finished:
             return
         self.checkers.killed(self.host)
@@ -464,7 +558,8 @@ class Run:
         for site in self.sites:
             if site.lives:
                 site.broken()
-        self.world.after(1.0, self._boot)
+        replay_s = self.world.rng.choice([0.2, 0.5, 1.0, 6.0])
+        self.world.after(replay_s, partial(self._boot, self.world.now))
 
     # -- wires of the broker
 

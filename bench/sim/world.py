@@ -26,6 +26,10 @@ class Killed(BaseException):
     """The process dies here. Nothing but the simulator may catch it."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in a virtual training thread; a loop catches it and goes on."""
+
+
 class World:
     """The clock of one simulated run; everything that is drawn comes from its `rng`."""
 
@@ -38,6 +42,10 @@ class World:
         """Runs `what` in `delay_s` seconds; events of one moment run in the order of this call."""
         self._count += 1
         heapq.heappush(self._events, (self.now + max(delay_s, 0.0), self._count, what))
+
+    def happens(self, share: float) -> bool:
+        """Draws what comes in this share of its chances; 0 draws nothing."""
+        return share > 0 and self.rng.random() < share
 
     def is_within(self, span: Span) -> bool:
         """True while a fault lasts that was drawn for this span."""
@@ -56,6 +64,7 @@ class VirtualPool:
 
     A process that dies between them leaves a round that is durable and that nobody has seen. A pool
     that is not alive does neither. `turn` lets the loop do what is due, `die` ends its process.
+    `reach` is called before work is taken, and may raise.
     """
 
     def __init__(
@@ -65,12 +74,15 @@ class VirtualPool:
         die: Callable[[], None],
         *,
         slow: Span = (0.0, 0.0),
+        reach: Callable[[], None] = lambda: None,
     ) -> None:
         self._world, self._turn, self._die, self._slow = world, turn, die, slow
+        self._reach = reach
         self.alive = True
 
     def run(self, work: Callable[[], Any], done: Done) -> None:
         world = self._world
+        self._reach()
         longest_s = 0.55 if world.is_within(self._slow) else 0.05
 
         def finish() -> None:
@@ -134,10 +146,10 @@ class Line:
         at = self._last[stream] = max(self._last.get(stream, 0.0), now + delay_s)
         self._within_connection(at - now, deliver)
 
-    def dial(self, subscribe: Callable[[], None], *, again: bool = False) -> None:
+    def dial(self, subscribe: Callable[[], None]) -> None:
         """The data sockets dial at the first word after a break. Their subscriptions may arrive
         before a Hello that follows them, or after the first Fetch."""
-        if again or not self._dialled:
+        if not self._dialled:
             self._dialled = True
             delay_s = self._world.rng.uniform(0.0, 8.0 * self._weather.delay_s)
             self._within_connection(delay_s, subscribe)
