@@ -420,7 +420,7 @@ class Run:
         self.pool = VirtualPool(
             world, lambda _: self.enter(self.host, Host.turn), self.kill, slow=self.plan.slow_disk
         )
-        given = (self.config, self, self.pool, self.store, world.now)
+        given = (self.config, self, self.pool, self.store, lambda: world.now)
         nonce = f"{world.rng.getrandbits(32):08x}"
         host = Host(*given, nonce, now_unix=lambda: world.now, reach=self.reach)
         self.spoil(host)
