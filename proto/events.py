@@ -15,8 +15,17 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Final
 
+from narrows.proto.flow import Quota
+
 EVENTS_BYTES_MAX: Final = 64 << 20
 """Bytes of an events file, some 250,000 lines; it and the one before it take twice as much."""
+
+LINES_AT_ONCE: Final = 2048
+"""Lines of one kind that the file takes at once: 1,024 learners leave, and join."""
+
+LINES_PER_S: Final = 20
+"""Lines of one kind that it takes in a second from then on. A peer that floods must not overwrite
+what it has done: the longest lines, 11 kB, then need ten minutes to fill both files."""
 
 _log = logging.getLogger("narrows")
 
@@ -28,10 +37,24 @@ class EventFile(RotatingFileHandler):
         """Raises OSError if `path` cannot be opened."""
         super().__init__(path, maxBytes=EVENTS_BYTES_MAX, backupCount=1, encoding="utf-8")
         self._told = False
+        self._quotas: dict[str, Quota] = {}
 
-    def write(self, record: Mapping[str, object]) -> None:
-        """Appends the record with the system's time, `time_s`; after `close` it opens it again."""
-        line = json.dumps({"time_s": time.time(), **record}, default=str)
+    def write(self, record: Mapping[str, object], *, kind: str = "") -> None:
+        """Appends the record with the system's time, `time_s`; after `close` it opens it again.
+
+        What peers cause has a `kind`: above its quota it is left out, and the next line of that
+        kind tells how many were.
+        """
+        fields = {"time_s": time.time(), **record}
+        if kind:
+            now = time.monotonic()
+            quota = self._quotas.setdefault(kind, Quota(now))
+            if not quota.takes(LINES_AT_ONCE, LINES_PER_S, now):
+                return
+            if quota.left_out:
+                fields["left_out"] = quota.left_out
+                quota.left_out = 0
+        line = json.dumps(fields, default=str)
         self.handle(logging.makeLogRecord({"msg": line}))
 
     def handleError(self, record: logging.LogRecord) -> None:

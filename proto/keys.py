@@ -160,9 +160,10 @@ def check_trust(key: SiteKey, path: Path) -> SiteKey:
 
 def create_broker_key(folder: Path) -> KeyPair:
     """Makes a broker's folder of keys, with a fresh key and an empty allow list. Raises ConfigError
-    if there is a key already."""
+    if there is a key already, or if others may change the folder."""
     pair = new_pair()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_writers(folder, folder.stat())
     _write(folder / "broker.key", "# The key of a broker: a secret.\n" + _PAIR.format(pair))
     if not AllowList.path(folder).exists():
         _write(AllowList.path(folder), _ALLOW_HEAD)
@@ -208,7 +209,12 @@ class AllowList:
     def read(cls, folder: Path) -> AllowList:
         """Raises ConfigError that names the file and the wrong entry."""
         path = cls.path(folder)
-        return cls._parse(_content(path, secret=False), path)
+        text = _content(path, secret=False)
+        if not text:
+            # An editor that is about to write it: as a list it would cut everybody off.
+            remedy = "to admit nobody leave a comment in it"
+            raise ConfigError(f"{path} is empty", expected="sites, or a comment", remedy=remedy)
+        return cls._parse(text, path)
 
     @classmethod
     def allow(cls, folder: Path, name: str, public: str) -> AllowList:
@@ -304,16 +310,20 @@ def _write(path: Path, text: str, *, replace: bool = False) -> None:
 
 def _content(path: Path, *, secret: bool) -> str:
     """The text of a key file. Raises ConfigError if others could have read or changed it."""
-    others = stat.S_IRWXG | stat.S_IRWXO if secret else stat.S_IWOTH
     try:
+        if not secret:
+            _check_writers(path.parent, path.parent.stat())
         # Without O_NONBLOCK a pipe in the place of the file would hang its reader.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
+            found = os.fstat(file.fileno())
+            mode = found.st_mode
             if not stat.S_ISREG(mode):
                 raise ConfigError(f"{path}: no key file", expected="a regular file")
-            if mode & others:
+            if not secret:
+                _check_writers(path, found)
+            elif mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise ConfigError(
-                    f"{path}: others may {'read a secret' if secret else 'admit keys'}",
+                    f"{path}: others may read a secret",
                     expected="mode 0600",
                     got=f"mode {stat.S_IMODE(mode):04o}",
                     remedy=f"chmod 600 {path}; a secret that others have read needs a new key",
@@ -323,6 +333,20 @@ def _content(path: Path, *, secret: bool) -> str:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: no key file", expected="UTF-8") from None
+
+
+def _check_writers(path: Path, found: os.stat_result) -> None:
+    """Raises ConfigError unless this user and root alone may change a file, or swap the files of a
+    folder. With the sticky bit a folder keeps the files of each user from the others."""
+    what, mode, user = f"{path}: others may admit keys", found.st_mode, os.geteuid()
+    if found.st_uid not in (user, 0):
+        expected, remedy = f"a file or folder of user {user} or root", f"chown {user} {path}"
+        remedy += "; or type the command as the user of the broker"
+        raise ConfigError(what, expected=expected, got=f"user {found.st_uid}", remedy=remedy)
+    is_sticky = stat.S_ISDIR(mode) and mode & stat.S_ISVTX
+    if mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky:
+        expected, got = "write permission for its owner alone", f"mode {stat.S_IMODE(mode):04o}"
+        raise ConfigError(what, expected=expected, got=got, remedy=f"chmod go-w {path}")
 
 
 def _parsed(text: str, type_: type[T], path: Path) -> T:

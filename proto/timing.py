@@ -72,3 +72,18 @@ REFUSALS_S: Final = 60.0
 out for as long again."""
 
 REFUSALS_MAX: Final = 100
+
+# Quotas of a key. What is above one is neither read nor answered, and counts as a refused message.
+
+CONTROLS_PER_S: Final = 200
+"""Control messages of a key in a second, and as many for each learner of its site that is here. A
+learner says a few, one with steps of a millisecond some hundred."""
+
+CONTROLS_AT_ONCE: Final = 2048
+"""Control messages that may come at once beyond those of a second: after a start of the broker, as
+nobody is here, 1,024 learners say Hello and Report."""
+
+HANDSHAKES_AT_ONCE: Final = 10_000
+"""Handshakes of a key at once: 1,024 learners have nine connections each."""
+
+HANDSHAKES_PER_S: Final = 50

@@ -11,6 +11,8 @@ import logging
 import re
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
 
@@ -18,9 +20,17 @@ import zmq
 
 from narrows.proto.config import Address, parse_address
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError, printable
+from narrows.proto.flow import Quota
 from narrows.proto.keys import AllowList
 from narrows.proto.messages import INCARNATION_PATTERN
-from narrows.proto.timing import REFUSALS_MAX, REFUSALS_S
+from narrows.proto.timing import (
+    CONTROLS_AT_ONCE,
+    CONTROLS_PER_S,
+    HANDSHAKES_AT_ONCE,
+    HANDSHAKES_PER_S,
+    REFUSALS_MAX,
+    REFUSALS_S,
+)
 from narrows.proto.wire import name_of, speaks_for
 
 ADMITTED_S: Final = 2.0
@@ -86,11 +96,20 @@ class Door:
         self._folder = folder
         self._allowed = AllowList.read(folder)
         self._stamp = self._stat()
+        self._failed = ""
+        """Why the list could not be read at the last look; "": it was, or has not changed."""
+        self.lacks_descriptor = False
+        """It could not be read because the process may open no more files."""
         self._looked = threading.Condition()
         self._out: dict[str, float] = {}
         """Keys that are kept out, each with the time at which it may come back."""
         self._refused: dict[str, tuple[float, int]] = {}
         """Per key: since when its refused messages are counted, and their number."""
+        self._controls: dict[str, Quota] = {}
+        self._handshakes: dict[str, Quota] = {}
+        """Quotas of keys for control messages and for handshakes."""
+        self._learners = Counter[str]()
+        """Learners of a key's site that were here when its quota was last used up."""
         self._told: set[str] = set()
         """Keys that are not admitted and stand in the log already; emptied every REFUSALS_S."""
         self._told_at = now
@@ -109,7 +128,34 @@ class Door:
                 "a key that is not on the allow list was refused. If you know whose it is: "
                 "narrows keys allow 'narrows-key NAME %s' --keys %s", key, self._folder,
             )  # fmt: skip
-        return self.site(key) is not None
+        if self.site(key) is None:
+            return False
+        now = time.monotonic()
+        quota = self._handshakes.setdefault(key, Quota(now))
+        if quota.takes(HANDSHAKES_AT_ONCE, HANDSHAKES_PER_S, now):
+            return True
+        _log.warning("a handshake of %s was refused: its key makes too many", self.site(key))
+        return False
+
+    def reopened(self) -> None:
+        """Every connection was ended: each may come back at no cost."""
+        self._handshakes = {}
+
+    def hears(self, key: str, learners: Callable[[], Collection[str]], now: float) -> bool:
+        """Whether a control message is within the quota of its key. `learners` are the names of
+        all learners that are here: they are counted when the quota is used up."""
+        quota = self._controls.setdefault(key, Quota(now))
+        site = self.site(key) or ""
+        for _ in range(2):
+            per_s = CONTROLS_PER_S * (1 + self._learners[key])
+            if quota.takes(CONTROLS_AT_ONCE + per_s, per_s, now):
+                return True
+            self._learners[key] = sum(speaks_for(site, name) for name in learners())
+        return False
+
+    def answered(self, key: str, size_bytes: int) -> None:
+        """A control message was answered: each whole KiB of that counts as one more."""
+        self._controls[key].used += size_bytes >> 10
 
     def site(self, key: str) -> str | None:
         """For whom the frames of a connection speak; None: nobody, do not read them."""
@@ -154,12 +200,18 @@ class Door:
         with self._looked:
             self._looked.notify_all()
             before, stamp, self._stamp = self._allowed, self._stamp, self._stat()
-            if self._stamp == stamp:
+            failed = self._failed
+            if self._stamp == stamp and not failed:
                 return None
+            self._failed, self.lacks_descriptor = "", False
             try:
                 self._allowed = AllowList.read(self._folder)
             except ConfigError as error:
-                _log.error("the allow list stays as it was: %s", printable(str(error)))
+                # It is read again at each look until it was read: a key may have been revoked.
+                self._failed = printable(str(error))
+                self.lacks_descriptor = getattr(error.__cause__, "errno", 0) == errno.EMFILE
+                if self._stamp != stamp or self._failed != failed:
+                    _log.error("the allow list stays as it was: %s", self._failed)
                 return None
         gone = sorted(before.keys[key] for key in before.keys if not self._allowed.site(key))
         cut_off = f"; cut off: {', '.join(gone)}" if gone else ""

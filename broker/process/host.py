@@ -35,43 +35,44 @@ class Host:
         wires: BrokerWires,
         pool: Pool,
         store: Store,
-        now: float,
+        now: Callable[[], float],
         nonce: str,
         *,
         now_unix: Callable[[], float],
         reach: Callable[[str], None] = lambda place: None,
         on_note: Callable[[ev.Note], None] = lambda note: None,
+        on_fault: Callable[[str, float], None] = lambda peer, now: None,
     ) -> None:
         """Begins a life, durable before it returns, and replays what the last one left.
 
-        `nonce` is eight random hex digits. `now` is monotonic, `now_unix` in seconds since 1970.
-        `reach` is called with each of pipeline.CRASH_PLACES. Raises StateError.
+        `nonce` is eight random hex digits. `now` tells the monotonic time, `now_unix` seconds since
+        1970. `reach` is called with each of pipeline.CRASH_PLACES, `on_fault` with the connection
+        of each refusal that counts against a key, "" for the message in hand. Raises StateError.
         """
         self._wires, self._pool, self._reach, self._on_note = wires, pool, reach, on_note
+        self._on_fault = on_fault
         recovered = store.recover(now_unix())
         epoch, run_id = f"{recovered.life}-{nonce}", recovered.run_id
         self.pipeline = Pipeline(config, self, store, reach, on_note)
         resumed, digest = self.pipeline.resume(recovered), store.published_digest
         newest = store.newest_push
+        # The time after the replay, which may take minutes: times that begin with this life, such
+        # as the wait for those who have trained, would be over before anybody could come.
         self.syncer = Syncer(
-            config, epoch, run_id, now, resumed=resumed, published_digest=digest, newest_push=newest
-        )
+            config, epoch, run_id, now(),
+            resumed=resumed, published_digest=digest, newest_push=newest,
+        )  # fmt: skip
         self.pipeline.syncer = self.syncer
         self.downlink = Downlink(config, epoch, wires, self, self.pipeline)
         self.finished: ev.Finish | None = None
         """Set when the process should end."""
-        self._refusals = 0
         self._up_bytes: Counter[str] = Counter()
         """Payloads of this life, by learner."""
 
     # -- what comes in
 
-    def control(self, peer: str, site: str | None, frames: list[bytes], now: float) -> bool:
-        """A control message of a connection, whose key may speak for `site` (None: no keys).
-
-        False: it was refused, and that counts against the key.
-        """
-        before = self._refusals
+    def control(self, peer: str, site: str | None, frames: list[bytes], now: float) -> None:
+        """A control message of a connection, whose key may speak for `site` (None: no keys)."""
         try:
             message = wire.decode_control(frames, msg.CONTROL_UP_BYTES_MAX)
         except RemoteProtocolError as error:
@@ -79,26 +80,28 @@ class Host:
         else:
             self.syncer.control(peer, site, message, now)
         self._came(frames, now)
-        return self._refusals == before
 
-    def data(self, site: str | None, frames: list[bytes], now: float) -> bool:
-        """A data message: topic, header, payload. False: refused, as in `control`.
+    def data(self, site: str | None, frames: list[bytes], now: float) -> None:
+        """A data message: topic, header, payload.
 
         The uplink has no way back: who sends what cannot be read, or speaks for another, is named
         in the log. A push that no round can take is refused on control.
         """
-        before = self._refusals
         try:
             header = _checked_header(site, frames)
             # What is for another life was on its way during a restart. What lacks is asked for.
             if header.epoch == self.syncer.epoch:
                 self._chunk(header, frames[2], now)
         except RemoteProtocolError as error:
-            self._refusals += 1
+            self._on_fault("", now)
             text = f"data from {site or 'the uplink'} refused: {printable(str(error))}"
-            self._on_note(ev.Note("refused", text, {"code": error.code.value}, warning=True))
+            fields: dict[str, object] = {"code": error.code.value, "learner": site or ""}
+            self._on_note(ev.Note("refused", text, fields, warning=True))
         self._came(frames, now)
-        return self._refusals == before
+
+    def learners(self) -> list[str]:
+        """Names of the learners that are here, for the quotas of their keys."""
+        return [member.name for member in self.syncer.state.members.connected()]
 
     def revoked(self, sites: Collection[str], now: float) -> None:
         """Sites have no key any more; their connections end."""
@@ -216,12 +219,13 @@ class Host:
 
     def _send(self, peer: str, message: msg.ControlMessage, now: float) -> None:
         if isinstance(message, msg.Refuse) and message.code not in NO_FAULT:
-            self._refusals += 1
+            self._on_fault(peer, now)
         if isinstance(message, msg.Status):
             self._with_bytes(message.status)
         frames = wire.encode_control(message)
-        self.downlink.sender.charge(map(len, frames), now)
-        self._wires.control(peer, frames)
+        # What no socket takes costs the line nothing: publications must not wait for it.
+        if self._wires.control(peer, frames):
+            self.downlink.sender.charge(map(len, frames), now)
 
 
 def _checked_header(site: str | None, frames: list[bytes]) -> msg.Header:

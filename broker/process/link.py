@@ -31,6 +31,9 @@ LOOK_S: Final = 1.0
 FRAMES_PER_TURN: Final = 64
 """Messages that are read from one socket before the others have their turn."""
 
+PEERS_MAX: Final = 10_000
+"""Connections whose keys are remembered, those that spoke last."""
+
 REBIND_S: Final = 2.0
 """Seconds for which a port that the kernel has not freed yet is tried again."""
 
@@ -55,6 +58,10 @@ class Link:
         self.door: Door | None = None
         self._key: KeyPair | None = None
         self._authenticator = None
+        self._keys: dict[str, str] = {}
+        """Connection -> key, of control messages; who spoke last stands at the end."""
+        self._asker = "", ""
+        """Connection ("": the uplink) and key of the message that the host is handling."""
         self.sockets: list[Socket] = []
         self._looked_at = 0.0
         try:
@@ -87,6 +94,8 @@ class Link:
     def _reopen(self, host: Host) -> None:
         """Ends every connection; those whose keys are admitted come back in tenths of a second."""
         self._close_sockets(linger_s=0.0)
+        if self.door is not None:
+            self.door.reopened()
         # libzmq closes them a moment later: until then a descriptor would look like a listener.
         host.downlink.keep_listeners(lambda _: False)
         self._open(self.ports, until=time.monotonic() + REBIND_S)
@@ -102,7 +111,16 @@ class Link:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
             return False
+        asker, key = self._asker
+        if peer == asker and self.door is not None:
+            self.door.answered(key, sum(map(len, frames)))
         return True
+
+    def fault(self, peer: str, now: float) -> None:
+        """The host has refused a message of a connection; "": the one that it is handling."""
+        key = self._keys.get(peer, self._asker[1])
+        if self.door is not None and key:
+            self.door.strike(key, now)
 
     def data(self, topic: str, header: bytes, payload: bytes, lossy: bool = False) -> bool:
         """Sends to all who listen to the topic. A connection without room holds the message back,
@@ -138,18 +156,49 @@ class Link:
                 if self.door is not None and site is None:
                     continue
                 parts = [frame.bytes for frame in frames]
-                if socket is self._control:
-                    is_fine = host.control(parts[0].hex(), site, parts[1:], now)
+                if socket is self._uplink:
+                    self._asker = "", key
+                    host.data(site, parts, now)
                 else:
-                    is_fine = host.data(site, parts, now)
-                if self.door is not None and not is_fine:
-                    self.door.strike(key, now)
+                    self._read_control(host, parts, key, site, now)
+        self._asker = "", ""
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now
             host.downlink.keep_listeners(lambda each: _open(each.descriptor) == each)
-            if self.door is not None and (revoked := self.door.look(now)) is not None:
-                host.revoked(revoked, now)
-                self._reopen(host)
+            if self.door is not None:
+                self._look(self.door, host, now)
+
+    def _read_control(
+        self, host: Host, parts: list[bytes], key: str, site: str | None, now: float
+    ) -> None:
+        peer = parts[0].hex()
+        self._asker = peer, key
+        if self.door is not None:
+            # A name that a connection has chosen may have been another's before.
+            self._keys.pop(peer, None)
+            self._keys[peer] = key
+            if len(self._keys) > PEERS_MAX:
+                del self._keys[next(iter(self._keys))]
+            if not self.door.hears(key, host.learners, now):
+                self.fault(peer, now)
+                return
+        host.control(peer, site, parts[1:], now)
+
+    def _look(self, door: Door, host: Host, now: float) -> None:
+        """Ends the connections of keys that have left the allow list."""
+        revoked = door.look(now)
+        if door.lacks_descriptor:
+            # Strangers may hold them all, together with somebody who was revoked: their connections
+            # end first, then there is one to read the list with.
+            self._close_sockets(linger_s=0.0)
+            until = time.monotonic() + REBIND_S
+            while door.lacks_descriptor and time.monotonic() < until:
+                time.sleep(0.002)  # libzmq closes them a moment later.
+                revoked = door.look(now)
+            revoked = revoked or []
+        if revoked is not None:
+            host.revoked(revoked, now)
+            self._reopen(host)
 
     def _received(self, socket: Socket) -> Iterator[tuple[int, str, str | None, list[zmq.Frame]]]:
         """Messages that wait at a socket: the connection's file descriptor, its key ("" without

@@ -72,8 +72,8 @@ class Service:
                 self._workers = Workers(WORKERS, "narrows-broker")
                 undo.callback(self._workers.close)
                 self.host = Host(
-                    config, self.link, self._workers, store, time.monotonic(), secrets.token_hex(4),
-                    now_unix=time.time, reach=reach, on_note=self._note,
+                    config, self.link, self._workers, store, time.monotonic, secrets.token_hex(4),
+                    now_unix=time.time, reach=reach, on_note=self._note, on_fault=self.link.fault,
                 )  # fmt: skip
             except OSError as error:
                 if not isinstance(error, DiskFull) and error.errno not in FULL:
@@ -129,36 +129,45 @@ class Service:
             self._record({"event": "merged", **note.fields})
             return
         text, level = printable(note.text), logging.WARNING if note.warning else logging.INFO
-        kind = f"{note.event} {note.fields.get('learner', '')}"
-        log.log(level, "%s", text, extra={"kind": kind})
+        # By site: who has a key can make up as many names as he likes.
+        site = str(note.fields.get("learner", "")).partition("/")[0]
+        log.log(level, "%s", text, extra={"kind": f"{note.event} {site}"})
         name = logging.getLevelName(level).lower()
-        self._record({"event": "note", "kind": note.event, "level": name, "text": text})
+        record = {"event": "note", "kind": note.event, "level": name, "text": text}
+        self._record(record, kind=note.event)
 
-    def _record(self, record: Mapping[str, object]) -> None:
+    def _record(self, record: Mapping[str, object], *, kind: str = "") -> None:
         if self._events is not None:
-            self._events.write(record)
+            self._events.write(record, kind=kind)
 
 
 class LimitRepeats(logging.Filter):
     """Lets a few lines of each kind pass in a minute; then the next one tells how many it hid.
 
-    A kind is the message before its arguments, or the record's `kind` where it has one.
+    A kind is the message before its arguments, or the record's `kind` where it has one. Lines of
+    more than KINDS_MAX kinds are hidden.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._since_s = 0.0
+        # Not the record's time: the clock on the wall may be set back.
+        self._clock, self._since_s = clock, clock()
         self._seen: Counter[str] = Counter()
+        self._hidden = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.created >= self._since_s + REPEATS_S or len(self._seen) > KINDS_MAX:
-            hidden = sum(max(0, count - REPEATS_MAX) for count in self._seen.values())
-            self._since_s, self._seen = record.created, Counter()
-            if hidden:
-                record.msg, record.args = f"{record.getMessage()} ({hidden} lines were hidden)", ()
         kind = str(getattr(record, "kind", record.msg))
-        self._seen[kind] += 1
-        return record.levelno >= logging.ERROR or self._seen[kind] <= REPEATS_MAX
+        if (now := self._clock()) >= self._since_s + REPEATS_S:
+            if self._hidden:
+                text = f"{record.getMessage()} ({self._hidden} lines were hidden)"
+                record.msg, record.args = text, ()
+            self._since_s, self._hidden = now, 0
+            self._seen.clear()
+        if kind in self._seen or len(self._seen) < KINDS_MAX:
+            self._seen[kind] += 1
+        passes = record.levelno >= logging.ERROR or 0 < self._seen[kind] <= REPEATS_MAX
+        self._hidden += not passes
+        return passes
 
 
 def crash_places() -> Callable[[str], None]:

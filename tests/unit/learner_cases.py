@@ -71,6 +71,8 @@ class Wires:
         self.is_full = False
 
     def control(self, peer: str, frames: list[bytes]) -> bool:
+        if self.is_full:
+            return False
         self.controls.append((peer, wire.decode_control(frames, msg.CONTROL_BYTES_MAX)))
         return True
 
@@ -90,6 +92,8 @@ class House:
     now: float = 100.0
     lives: int = 0
     notes: list[ev.Note] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    """Connections whose messages were refused; "" for that of a data message."""
 
     def __post_init__(self) -> None:
         flags = {"fragments.count": 1, "broker.state_dir": str(self.folder), **self.settings}
@@ -102,8 +106,9 @@ class House:
         self.wires, self.pool = Wires(), Pool()
         self.store = Store(self.folder, durable=False)
         self.host = Host(
-            self.config, self.wires, self.pool, self.store, self.now, f"{self.lives:08x}",
+            self.config, self.wires, self.pool, self.store, lambda: self.now, f"{self.lives:08x}",
             now_unix=lambda: self.now, on_note=self.notes.append,
+            on_fault=lambda peer, now: self.faults.append(peer),
         )  # fmt: skip
 
     def subscribe(self, incarnation: str) -> None:
@@ -168,9 +173,9 @@ class HandLearner:
 
     # What it says.
 
-    def say(self, message: msg.ControlMessage) -> bool:
+    def say(self, message: msg.ControlMessage) -> None:
         frames = wire.encode_control(message)
-        return self.house.host.control(self.peer, None, frames, self.house.now)
+        self.house.host.control(self.peer, None, frames, self.house.now)
 
     def hello(self, *, listens: bool = True) -> None:
         who = msg.PROTOCOL, self.name, self.incarnation
@@ -212,19 +217,19 @@ class HandLearner:
         self.push_id = push_id
         self.say(msg.Push(0, push_id, self.version, 100, 1))
 
-    def send_chunk(self, index: int, **fields: object) -> bool:
+    def send_chunk(self, index: int, **fields: object) -> None:
         name = self.house.config.codec.push
-        return self.send(msg.DataKind.PUSH, index, name, self.payloads[index], **fields)
+        self.send(msg.DataKind.PUSH, index, name, self.payloads[index], **fields)
 
     def send(
         self, kind: msg.DataKind, chunk: int, name: msg.CodecName, payload: bytes, **fields: object
-    ) -> bool:
+    ) -> None:
         """Sends a chunk with an honest header but for these fields of it."""
         push_id, version = (0, 0) if kind is not msg.DataKind.PUSH else (self.push_id, self.version)
         place = self.incarnation, 0, version, push_id, chunk, name, wire.digest(payload), 0
         header = replace(msg.Header(self.epoch, kind, *place), **fields)
         frames = [wire.uplink_topic(0).encode(), wire.encode_header(header), payload]
-        return self.house.host.data(None, frames, self.house.now)
+        self.house.host.data(None, frames, self.house.now)
 
     # What it hears.
 

@@ -295,10 +295,47 @@ def test_a_bad_allow_list_names_the_entry(folder: Path, text: str, told: str) ->
         AllowList.read(folder)
 
 
-def test_an_allow_list_that_anybody_may_change_is_not_used(folder: Path) -> None:
-    AllowList.path(folder).chmod(0o666)
-    with pytest.raises(ConfigError, match="admit keys"):
+@pytest.mark.parametrize(("name", "mode"), [
+    ("allow.toml", 0o602), ("allow.toml", 0o620), (".", 0o702), (".", 0o720),
+])  # fmt: skip
+def test_an_allow_list_that_others_may_change_is_not_used(
+    folder: Path, name: str, mode: int
+) -> None:
+    path = folder / name
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"admit keys.*{mode:04o}.*chmod go-w {path}"):
         AllowList.read(folder)
+    path.chmod(0o755)
+    assert AllowList.read(folder).sites == {}
+
+
+@pytest.mark.parametrize("name", ["allow.toml", "."])
+def test_an_allow_list_of_another_user_is_not_used(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.geteuid() == 0:
+        os.chown(folder / name, 65534, -1)  # Root's own would be as good as this user's.
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    with pytest.raises(ConfigError, match=r"admit keys.*chown 4711"):
+        AllowList.read(folder)
+
+
+def test_an_empty_allow_list_is_being_written_and_a_comment_admits_nobody(folder: Path) -> None:
+    AllowList.path(folder).write_text("")
+    with pytest.raises(ConfigError, match="is empty"):
+        AllowList.read(folder)
+    AllowList.path(folder).write_text("# nobody")
+    assert AllowList.read(folder).sites == {}
+
+
+def test_a_folder_that_others_may_change_gets_no_key(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match=f"chmod go-w {tmp_path}"):
+        keys.create_broker_key(tmp_path)
+    assert not list(tmp_path.iterdir())
+    tmp_path.chmod(0o1777)
+    keys.create_broker_key(tmp_path)
+    assert AllowList.read(tmp_path).sites == {}, "the sticky bit keeps each one's files"
 
 
 def test_a_public_line_goes_by_mail() -> None:

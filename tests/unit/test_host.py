@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import threading
+from collections import Counter
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,11 +18,13 @@ from safetensors.numpy import save_file
 
 from narrows.broker.process import downlink, pipeline
 from narrows.broker.process.downlink import SPARE_CONNECTIONS, Connection
-from narrows.broker.process.service import REPEATS_MAX, LimitRepeats
+from narrows.broker.process.service import KINDS_MAX, REPEATS_MAX, REPEATS_S, LimitRepeats
+from narrows.broker.store import Recovered
+from narrows.broker.syncer import events as ev
 from narrows.proto import messages as msg
 from narrows.proto.codec import decode_chunk, encode_values
 from narrows.proto.codec.payload import float_payload
-from narrows.proto.events import EventFile
+from narrows.proto.events import LINES_AT_ONCE, EventFile
 from narrows.proto.wire import pack_layout
 from narrows.proto.workers import Workers
 
@@ -145,7 +148,8 @@ def test_a_chunk_that_was_damaged_on_its_way_is_asked_for_again(house: House) ->
     (a,) = begun(house, "site-a")
     a.push()
     a.announce(a.push_id + 1)
-    assert not a.send_chunk(0, payload_digest=7)
+    a.send_chunk(0, payload_digest=7)
+    assert house.faults == [""]
     assert "bad_digest" in house.noted("refused")[0].text
     a.send_chunk(1)
     house.until(lambda: a.heard(msg.Fetch), "a question", a)
@@ -283,6 +287,55 @@ def test_what_a_learner_asked_for_that_is_gone_waits_no_more(house: House) -> No
     assert len(house.host.downlink.sender) == 0
 
 
+@pytest.mark.parametrize("code", ["bad_payload", "not_finite"])
+def test_what_a_worker_refuses_counts_against_the_key_of_its_learner(
+    house: House, code: str
+) -> None:
+    (a,) = begun(house, "site-a")
+    a.push()
+    a.announce(a.push_id + 1)
+    whole = a.payloads[1]
+    a.payloads[1] = {"bad_payload": whole[:-1], "not_finite": b"\xc0\x7f" + whole[2:]}[code]
+    a.send_chunk(1)
+    assert not house.faults, "no worker has seen it yet"
+    house.settle()
+    assert a.heard(msg.Refuse)[0].code == code and house.faults == [a.peer]
+
+
+def test_what_no_socket_takes_is_not_charged(house: House) -> None:
+    (a,) = begun(house, "site-a")
+    before = house.host.downlink.sender.sent_bytes
+    house.wires.is_full = True
+    for _ in range(100):
+        a.say(msg.AskStatus())
+    assert house.host.downlink.sender.sent_bytes == before
+    house.wires.is_full = False
+    a.say(msg.AskStatus())
+    assert house.host.downlink.sender.sent_bytes > before
+
+
+def test_a_start_that_takes_long_shortens_no_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = House(tmp_path / "state", {"run.goal_tokens": "100"})
+    (a,) = begun(house, "site-a")
+    one_round(house, a)
+    a.say(msg.Report(1, 100, 1.0, (a.version,), finished=(0,)))
+    house.wait(1.0)
+    house.kill()
+    resume = pipeline.Pipeline.resume
+
+    def slow(self: pipeline.Pipeline, recovered: Recovered) -> ev.Resumed | None:
+        house.now += 60.0
+        return resume(self, recovered)
+
+    monkeypatch.setattr(pipeline.Pipeline, "resume", slow)
+    house.start()
+    house.wait(5.0)
+    assert house.host.finished is None, "site-a has taught the run: 30 s are for it"
+    assert not house.noted("stood_still")
+
+
 def test_the_end_is_durable(tmp_path: Path) -> None:
     house = House(tmp_path / "state", {"run.goal_tokens": "100"})
     (a,) = begun(house, "site-a")
@@ -315,17 +368,39 @@ def test_the_events_file_is_bounded_and_a_full_disk_stops_nothing(
 
 
 def test_a_flood_of_one_kind_of_line_is_cut_and_told() -> None:
-    limit, passed = LimitRepeats(), []
-    for number in range(REPEATS_MAX + 5):
-        line = logging.LogRecord("n", logging.WARNING, "", 0, "%s", (f"bad {number}",), None)
-        line.kind, line.created = "refused site-a", 1000.0
-        passed += [line] if limit.filter(line) else []
-    other = logging.LogRecord("n", logging.WARNING, "", 0, "joined", (), None)
-    other.created = 1000.0
-    assert len(passed) == REPEATS_MAX and limit.filter(other)
-    later = logging.LogRecord("n", logging.WARNING, "", 0, "later", (), None)
-    later.created = 1061.0
-    assert limit.filter(later) and later.getMessage() == "later (5 lines were hidden)"
+    now = [1000.0]
+    limit = LimitRepeats(lambda: now[0])
+
+    def passes(kind: str, level: int = logging.WARNING) -> str:
+        line = logging.LogRecord("n", level, "", 0, "%s", ("bad",), None)
+        line.kind, line.created = kind, 5000.0 - now[0]  # The clock on the wall goes back.
+        return line.getMessage() if limit.filter(line) else ""
+
+    passed = [passes("refused site-a") for _ in range(REPEATS_MAX + 5)]
+    assert passed == ["bad"] * REPEATS_MAX + [""] * 5 and passes("joined")
+    now[0] += REPEATS_S
+    assert passes("later") == "bad (5 lines were hidden)"
+    passed = [passes(f"refused site-{number}") for number in range(2 * KINDS_MAX)]
+    assert passed.count("bad") == KINDS_MAX - 1, "new kinds do not wash the old ones out"
+    assert passes("an error", logging.ERROR) and passes("later") and not passes("one more")
+    now[0] += REPEATS_S
+    assert passes("one more") == f"bad ({KINDS_MAX + 2} lines were hidden)"
+
+
+def test_a_flood_of_notes_leaves_the_events_file_its_other_lines(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    events = EventFile(path)
+    for _ in range(LINES_AT_ONCE + 200):
+        events.write({"kind": "refused"}, kind="refused")
+    events.write({"kind": "merged"})
+    events.write({"kind": "joined"}, kind="joined")
+    events._quotas["refused"].used = 0.0  # Time passes.
+    events.write({"kind": "refused"}, kind="refused")
+    events.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    kinds = Counter(line["kind"] for line in lines)
+    assert kinds["merged"] == kinds["joined"] == 1
+    assert len(lines) == 3 + LINES_AT_ONCE + 200 - lines[-1]["left_out"] <= LINES_AT_ONCE + 150
 
 
 def test_a_wake_while_the_pool_closes_writes_to_no_closed_pipe(

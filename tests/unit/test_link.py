@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from narrows.broker.config import load_broker
 from narrows.broker.process.door import TOLD_MAX, Door
 from narrows.broker.process.downlink import Connection
 from narrows.broker.process.link import Link
-from narrows.proto.errors import ErrorCode, NarrowsError
+from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 from narrows.proto.keys import (
     AllowList,
     KeyPair,
@@ -24,9 +25,9 @@ from narrows.proto.keys import (
     new_pair,
     read_broker_key,
 )
-from narrows.proto.messages import PAYLOAD_BYTES_MAX
+from narrows.proto.messages import LEARNERS_MAX, PAYLOAD_BYTES_MAX
 from narrows.proto.sockets import Handshake, HandshakeMonitor, Kind, make_socket, send_buffer_bytes
-from narrows.proto.timing import REFUSALS_MAX, REFUSALS_S
+from narrows.proto.timing import CONTROLS_AT_ONCE, CONTROLS_PER_S, REFUSALS_MAX, REFUSALS_S
 
 pytestmark = pytest.mark.real
 
@@ -37,7 +38,8 @@ class Heard:
     def __init__(self) -> None:
         self.controls: list[tuple[str, str | None, list[bytes]]] = []
         self.datas: list[tuple[str | None, list[bytes]]] = []
-        self.downlink, self.is_fine = self, True
+        self.downlink = self
+        self.names: list[str] = []
         self.heard: dict[Connection, list[str]] = {}
         """Topics by connection."""
         self.cut_off: list[str] = []
@@ -56,13 +58,14 @@ class Heard:
     def keep_listeners(self, is_open: Callable[[Connection], bool]) -> None:
         self.heard = {each: topics for each, topics in self.heard.items() if is_open(each)}
 
-    def control(self, peer: str, site: str | None, frames: list[bytes], now: float) -> bool:
-        self.controls.append((peer, site, frames))
-        return self.is_fine
+    def learners(self) -> list[str]:
+        return self.names
 
-    def data(self, site: str | None, frames: list[bytes], now: float) -> bool:
+    def control(self, peer: str, site: str | None, frames: list[bytes], now: float) -> None:
+        self.controls.append((peer, site, frames))
+
+    def data(self, site: str | None, frames: list[bytes], now: float) -> None:
         self.datas.append((site, frames))
-        return self.is_fine
 
 
 class Wire:
@@ -260,6 +263,88 @@ def test_the_door_keeps_a_key_out_after_too_many_refusals_for_a_minute(
     assert door.admits(pair.public)
     AllowList.path(keys).write_text("no list")
     assert not door.look(now + 2 * REFUSALS_S) and door.admits(pair.public), "the old list stands"
+
+
+def test_the_door_hears_1024_learners_and_no_flood(keys: Path) -> None:
+    pair, now = new_pair(), 50.0
+    AllowList.allow(keys, "site-a", pair.public)
+    door, here = Door(keys, now), list[str]()
+    for _ in range(LEARNERS_MAX):  # After a start of the broker all say Hello and Report.
+        for _ in range(2):
+            assert door.hears(pair.public, lambda: here, now)
+            door.answered(pair.public, 2000)
+        here.append(f"site-a/{len(here)}")
+    # It stands still, and 64 messages of each wait in its queues.
+    now += 1.0
+    heard = sum(door.hears(pair.public, lambda: here, now) for _ in range(64 * LEARNERS_MAX))
+    assert heard == 64 * LEARNERS_MAX
+    other = new_pair()
+    AllowList.allow(keys, "site-b", other.public)
+    assert not door.look(now)
+    flood = [door.hears(other.public, lambda: here, now) for _ in range(10_000)]
+    assert sum(flood) == CONTROLS_AT_ONCE + CONTROLS_PER_S
+    assert door.hears(other.public, lambda: here, now + 1.0)
+    door.answered(other.public, CONTROLS_PER_S << 10)
+    assert not door.hears(other.public, lambda: here, now + 1.0), "answers count, too"
+
+
+def test_who_floods_or_sends_what_workers_refuse_is_kept_out(
+    keyed: Wire, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("narrows.broker.process.door.CONTROLS_AT_ONCE", 5)
+    monkeypatch.setattr("narrows.broker.process.door.CONTROLS_PER_S", 0)
+    door, link = keyed.link.door, keyed.link
+    assert door is not None
+    flooder, bad = admitted(keyed, keys, "site-a"), admitted(keyed, keys, "site-b")
+    control = keyed.dial(Kind.LEARNER_CONTROL, flooder)
+    for _ in range(5 + REFUSALS_MAX):
+        control.send_multipart([b"a", b"b"])
+    keyed.until(lambda: door.site(flooder.public) is None, "the flooder to be kept out")
+    assert len(keyed.host.controls) == 5, "what is over the quota is not handled"
+    keyed.dial(Kind.LEARNER_CONTROL, bad).send_multipart([b"a", b"b"])
+    keyed.until(lambda: len(keyed.host.controls) == 6, "a message")
+    for _ in range(REFUSALS_MAX):
+        assert door.site(bad.public) == "site-b"
+        link.fault(keyed.host.controls[-1][0], time.monotonic())
+    assert door.site(bad.public) is None
+
+
+def test_too_many_handshakes_of_a_key_are_refused(
+    keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("narrows.broker.process.door.HANDSHAKES_AT_ONCE", 3)
+    monkeypatch.setattr("narrows.broker.process.door.HANDSHAKES_PER_S", 0)
+    pair = new_pair()
+    AllowList.allow(keys, "site-a", pair.public)
+    door = Door(keys, 0.0)
+    assert [door.admits(pair.public) for _ in range(5)] == [True] * 3 + [False] * 2
+    door.reopened()
+    assert door.admits(pair.public), "the broker itself has ended its connections"
+
+
+def test_a_list_that_could_not_be_read_is_read_again_if_need_be_without_connections(
+    keyed: Wire, keys: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    admitted(keyed, keys, "site-a")
+    read, code = AllowList.read, errno.EIO
+
+    def fails(folder: Path) -> AllowList:
+        if keyed.link.sockets:
+            raise ConfigError("no list") from OSError(code, "no list")
+        return read(folder)
+
+    monkeypatch.setattr(AllowList, "read", fails)
+    AllowList.path(keys).write_text("# nobody")
+    for _ in range(3):
+        look(keyed)
+    assert not keyed.host.cut_off and caplog.text.count("no list") == 1
+    code = errno.EMFILE
+    look(keyed)
+    assert keyed.host.cut_off == ["site-a"] and keyed.link.sockets, "it was read in between"
+    monkeypatch.undo()
+    keyed.host.cut_off.clear()
+    look(keyed)
+    assert not keyed.host.cut_off
 
 
 def test_the_log_names_each_key_that_is_not_admitted_once_a_minute(

@@ -1,0 +1,23 @@
+"""An allowance of a peer: so many at once, and from then on so many in a second."""
+
+from __future__ import annotations
+
+
+class Quota:
+    """Counts what is used, and forgets it with time. Times are the caller's."""
+
+    def __init__(self, now: float) -> None:
+        self.used = 0.0
+        self.left_out = 0
+        """Times that it was refused since it was last granted."""
+        self._at = now
+
+    def takes(self, at_once: float, per_s: float, now: float) -> bool:
+        """Takes one. False: it is used up."""
+        self.used = max(0.0, self.used - per_s * (now - self._at))
+        self._at = now
+        if self.used >= at_once:
+            self.left_out += 1
+            return False
+        self.used += 1
+        return True
