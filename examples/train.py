@@ -30,7 +30,7 @@ def batches() -> Iterator[torch.Tensor]:
 def train(name: str) -> None:
     model = nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 256))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
-    broker = None if "NARROWS_KEY" in os.environ else "tcp://127.0.0.1:7070"
+    broker = None if os.environ.get("NARROWS_KEY") else "tcp://127.0.0.1:7070"
     with Learner(model, optimizer, broker=broker, name=name) as learner:
         for step, batch in enumerate(learner.until_end(batches())):
             logits = model(batch[:, :-1])

@@ -1,10 +1,11 @@
-"""Programs as users start them: the installed script, the demo, and a learner that knows the
-protocol's text alone."""
+"""Programs as users start them: the installed script, the demo, the examples, among them a learner
+that knows the protocol's text alone."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 import socket
 import sys
@@ -16,14 +17,15 @@ from pathlib import Path
 import psutil
 import pytest
 import zmq
-from acceptance.kit import Ports, Site, wait_until
+from acceptance.kit import Ports, Site, equal, wait_until
 from acceptance.toy import start_model
 from torch.nn.functional import cosine_similarity
 
 PATIENCE_S = 60.0
 """The demo starts programs one by one, none of which has imported torch before."""
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "minimal_learner.py"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SCRIPT = EXAMPLES / "minimal_learner.py"
 WIDTH, FRAGMENTS = 128, 4
 
 
@@ -132,3 +134,29 @@ def test_the_example_ends_with_one_line_when_it_is_interrupted(site: Site) -> No
         other.ps.send_signal(signal.SIGINT)
         other.ends(1)
     assert other.log.splitlines() == ["interrupted"]
+
+
+def test_the_example_of_a_loop_trains_with_another_and_saves_the_runs_model(site: Site) -> None:
+    source = (EXAMPLES / "train.py").read_text()
+    assert source.count("tcp://127.0.0.1:7070") == 1
+    script, names = site.folder / "train.py", ("site-a", "site-b")
+    script.write_text(source.replace("tcp://127.0.0.1:7070", site.address))
+    broker = site.broker("run.learners_at_start=2", goal_tokens=200_000)
+    children = [site.shell(name, sys.executable, str(script), name) for name in names]
+    for child in (*children, broker):
+        child.ends(0, timeout_s=PATIENCE_S)
+    for child in children:
+        assert f"{child.name}: step 0, loss" in child.log
+        assert f"{child.name}: the run's model is in {child.name}.safetensors" in child.log
+        assert site.contributions(child.name) > 0
+    assert equal(*map(site.final, names))
+
+
+def test_the_algorithm_in_one_file_learns_and_merges_the_work_of_all(site: Site) -> None:
+    mini = site.shell("mini", sys.executable, "-I", str(EXAMPLES / "mini.py"))
+    mini.ends(0, timeout_s=PATIENCE_S)
+    losses = [float(each) for each in re.findall(r"loss ([0-9.]+),", mini.log)]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] / 4
+    shares = dict(re.findall(r"^(\w+): .* ([0-9.]+)% merged$", mini.log, re.MULTILINE))
+    assert shares.keys() == {"fast", "middle", "slow"}
+    assert all(float(share) > 98 for share in shares.values())
