@@ -22,6 +22,7 @@ from typing import Final, TypeAlias
 
 from narrows.learner.effects import Adopt, Assemble, Snapshot
 from narrows.proto import messages as msg
+from narrows.proto import timing
 from narrows.proto.flow.transfer import Transfer
 from narrows.proto.layout import Fragment
 from narrows.proto.messages import PUBLICATIONS_KEPT, DataKind
@@ -38,8 +39,9 @@ class Standing(Enum):
     """How the parameters stand to the run."""
 
     ADRIFT = auto()
-    """They are not of this run: before the first adoption, after another history, or not finite.
-    Nothing is pushed, and the next adoption overwrites them."""
+    """They are not of this run: before the first adoption, after another history, not finite, of
+    an altered copy, or of an adoption that was broken off. Nothing is pushed, and the next adoption
+    overwrites them."""
     BASED = auto()
     """They are `held`, and what this learner has learned since."""
     FINAL = auto()
@@ -80,6 +82,18 @@ class FragmentSession:
     arriving: dict[Key, Transfer] = field(default_factory=dict[Key, Transfer])
     assembling: Key | None = None
     """The host makes this copy now. One at a time: a publication builds on the copy before it."""
+    again_at: float = 0.0
+    """No copy is made or asked for before this time: the last one failed."""
+    pause_s: float = 0.0
+    """The pause after the last failure."""
+    trouble: str = ""
+    """The kind of error with which making a copy failed last; "" once one is made."""
+    failed_codings: int = 0
+    """Pushes that could not be coded since the last one that was."""
+    copies: dict[int, int] = field(default_factory=dict[int, int])
+    """Digests of the newest published copies that were made here, by version."""
+    told: tuple[int, int] = (-1, 0)
+    """Version and digest of the head, as a Beat of this epoch told last."""
 
     @property
     def index(self) -> int:
@@ -112,9 +126,9 @@ class FragmentSession:
         self.head = max(self.head, version)
         return self._arrival(kind, version, now).add(header.chunk, now)
 
-    def next_assembly(self) -> Assemble | None:
+    def next_assembly(self, now: float) -> Assemble | None:
         """The next copy that can be made: a complete state, or the complete next publication."""
-        if self.assembling is not None:
+        if self.assembling is not None or now < self.again_at:
             return None
         for key in ((DataKind.STATE, self._coming_state), (DataKind.PUBLICATION, self.tip + 1)):
             transfer = self.arriving.get(key)
@@ -124,39 +138,55 @@ class FragmentSession:
                 return Assemble(key[0], self.index, key[1])
         return None
 
-    def assembled(self, header: msg.Header, *, agrees: bool) -> bool:
-        """The host has made a copy; True if it is the new tip. `header` is that of chunk 0.
-
-        If its digest does not agree, the copy that it was built on or a chunk is wrong: all that is
-        dropped, and a state is fetched. The broker may serve one that is older than the base.
-        """
-        if (header.kind, header.version) != self.assembling:
-            return False
-        self.assembling = None
-        if not agrees:
-            self.arriving.clear()
-            self.tip, self.tip_digest = -1, 0
-            if self.pushed is Pushed.MERGED:  # The next copy may be older than the one that has it.
-                self.pushed = Pushed.WAITING
-            return False
+    def assembled(self, header: msg.Header) -> None:
+        """The host has made the copy that it was asked for: it is the new tip. `header` is that of
+        chunk 0."""
+        self.assembling, self.trouble = None, ""
         self.tip, self.tip_digest = header.version, header.result_digest
+        newest = {**self.copies, self.tip: self.tip_digest}.items()
+        self.copies = {version: each for version, each in newest if version > self.tip - AHEAD_MAX}
         self.arriving = {key: each for key, each in self.arriving.items() if key[1] > self.tip}
         # A state tells our newest push in it, a publication names all of its pushes.
         own = msg.Contributor(self.incarnation, self.push_id)
         is_held = header.push_id >= self.push_id or own in header.contributors
         if is_held and self.pushed is Pushed.WAITING:
             self.pushed = Pushed.MERGED
-        return True
+
+    def try_again(self, now: float) -> None:
+        """A copy could not be made: the tip and the chunks stay, and the next try comes after a
+        pause."""
+        again = now < self.again_at + timing.COPY_AGAIN_MAX_S
+        longer_s = min(2 * self.pause_s, timing.COPY_AGAIN_MAX_S) if again else 0.0
+        self.pause_s = max(timing.COPY_AGAIN_S, longer_s)
+        self.assembling, self.again_at = None, now + self.pause_s
+
+    def drop_copy(self, now: float) -> None:
+        """The newest copy, the one that it was built on, or a chunk is wrong: all that is dropped,
+        and a state is fetched. The broker may serve one that is older than the base."""
+        self.arriving.clear()
+        self.copies.clear()
+        self.tip, self.tip_digest = -1, 0
+        if self.pushed is Pushed.MERGED:  # The next copy may be older than the one that has it.
+            self.pushed = Pushed.WAITING
+        self.try_again(now)
+
+    @property
+    def altered(self) -> bool:
+        """The copy of the version that the Beat told is here, and it is another one."""
+        version, digest = self.told
+        return self.copies.get(version, digest) != digest
 
     def expect(self, now: float, *, pull: bool) -> None:
         """Begins the transfers that lead from the tip to the head.
 
         `pull`: nothing of them is on its way; else a live publication gets its time to arrive.
         """
-        if self.tip >= self.head or self._coming_state >= 0:
+        if self.tip >= self.head or self._coming_state >= 0 or now < self.again_at:
             return
         if self.tip < 0 or self.head - self.tip > PUBLICATIONS_KEPT:
-            self._arrival(DataKind.STATE, self.head, now)
+            # A state would take the place of publications that are here: they come first.
+            if self.assembling is None:
+                self._arrival(DataKind.STATE, self.head, now)
             return
         for version in range(self.tip + 1, self.head + 1):
             self._arrival(DataKind.PUBLICATION, version, now, pull=pull)
@@ -236,6 +266,16 @@ class FragmentSession:
         if not finite:
             self.standing = Standing.ADRIFT
 
+    def cast_adrift(self, logged_tokens: int) -> None:
+        """The parameters are not worth pushing, or half moved: the next adoption overwrites them.
+
+        `logged_tokens` are those of all steps: what no version holds of them is lost. It is counted
+        so because an exception may have come between any two lines of this class.
+        """
+        self._settle()
+        self.lost_tokens, self.tokens, self.steps = logged_tokens - self.merged_tokens, 0, 0
+        self.standing = Standing.ADRIFT
+
     def _settle(self) -> None:
         """The push, if there is one, is over: a version holds it, or its work is overwritten."""
         tokens = self.push.tokens if self.push else 0
@@ -252,7 +292,9 @@ class FragmentSession:
         """
         self.settings, self.assembling = settings, None
         self.arriving.clear()
+        self.told = (-1, 0)
         if go_back:
+            self.copies.clear()
             self._settle()
             self.standing, self.held, self.tip, self.tip_digest = Standing.ADRIFT, -1, -1, 0
         self.head = self.tip

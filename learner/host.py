@@ -124,15 +124,13 @@ class LearnerHost:
     def join(self, now: float) -> bool:
         """Between two steps, while none is made: adopts what is here. True: the parameters stand on
         the run."""
-        self.session.join()
-        self._perform(now)
+        self._exchange(self.session.join, now)
         self._seed_next()
         return self.session.joined
 
     def boundary(self, tokens: int, loss: float | None, now: float) -> None:
         """After an inner step: the only time that the exchange takes from training."""
-        self.session.boundary(tokens, loss, now)
-        self._perform(now)
+        self._exchange(lambda: self.session.boundary(tokens, loss, now), now)
 
     def turn(self, now: float) -> None:
         """The time has come, or a socket has room: sends what may leave."""
@@ -150,50 +148,59 @@ class LearnerHost:
 
     def pause(self, reason: str | None, now: float) -> None:
         """The loop makes no steps for a while; None: it makes them again."""
-        self.session.pause(reason)
-        self._perform(now)
+        self._exchange(lambda: self.session.pause(reason), now)
 
     def leave(self, now: float) -> None:
         """The loop is over; call `join` until `session.ended`."""
-        self.session.leave(now)
-        self._perform(now)
+        self._exchange(lambda: self.session.leave(now), now)
 
     # Effects.
+
+    def _exchange(self, decide: Callable[[], None], now: float) -> None:
+        """A call of the training thread. An exception may leave it anywhere, as that of a signal:
+        then the session hears of what was not done, and the exception goes on."""
+        decided = False
+        try:
+            decide()
+            decided = True
+            self._perform(now)
+        except BaseException as error:
+            self.session.broken_off(type(error).__name__, decided=decided)
+            raise
 
     def _perform(self, now: float) -> None:
         session = self.session
         session.tick(now)
         self.sender.set_rate(now, total=session.beat.up_bits_per_s)
         while session.effects:
-            effects, session.effects = session.effects, []
             if session.epoch != self._epoch:
                 # Another life of the broker takes nothing that was queued for the old one.
                 self._epoch = session.epoch
                 self.seeds.clear()
                 self.sender.discard(lambda header: header.epoch != session.epoch)
-            for effect in effects:
-                match effect:
-                    case do.Send(message):
-                        frames = wire.encode_control(message)
-                        self.sender.charge([len(frame) for frame in frames], now)
-                        self._wires.control("", frames)
-                    case do.SendChunks(DataKind.LAYOUT):
-                        payload = wire.pack_layout(session.layout)
-                        chunk = EncodedChunk(0, payload, wire.digest(payload))
-                        self._put(effect, 0, LOSSLESS, [chunk])
-                    case do.SendChunks(DataKind.SEED, index):
-                        if seed := self.seeds.setdefault(index):
-                            self._put(effect, 0, LOSSLESS, seed)
-                    case do.SendChunks():
-                        self._send_push(effect)
-                    case do.Assemble():
-                        self._assemble(effect)
-                    case do.Snapshot():
-                        self._snapshot(effect)
-                    case do.Adopt():
-                        self._adopt(effect)
-                    case do.Note():
-                        self.noted(effect)
+            match effect := session.effects[0]:
+                case do.Send(message):
+                    frames = wire.encode_control(message)
+                    self.sender.charge([len(frame) for frame in frames], now)
+                    self._wires.control("", frames)
+                case do.SendChunks(DataKind.LAYOUT):
+                    payload = wire.pack_layout(session.layout)
+                    chunk = EncodedChunk(0, payload, wire.digest(payload))
+                    self._put(effect, 0, LOSSLESS, [chunk])
+                case do.SendChunks(DataKind.SEED, index):
+                    if seed := self.seeds.setdefault(index):
+                        self._put(effect, 0, LOSSLESS, seed)
+                case do.SendChunks():
+                    self._send_push(effect)
+                case do.Assemble():
+                    self._assemble(effect)
+                case do.Snapshot():
+                    self._snapshot(effect)
+                case do.Adopt():
+                    self._adopt(effect)
+                case do.Note():
+                    self.noted(effect)
+            del session.effects[0]  # Not sooner: an exception may come between any two lines.
         self._drop_pushes()
         self._drop_payloads()
 
@@ -204,9 +211,9 @@ class LearnerHost:
             place: push for place, push in pushed.items() if parts[place[0]].push_id == place[1]
         }
         if len(kept) < len(pushed):
-            self._pushed = kept
             gone = pushed.keys() - kept.keys()
             self.sender.discard(lambda header: (header.fragment, header.push_id) in gone)
+            self._pushed = kept  # Last: what an exception leaves undone is done the next time.
 
     def _drop_payloads(self) -> None:
         parts = self.session.parts
@@ -265,9 +272,12 @@ class LearnerHost:
             return self._island.copy(fragment, values), digest_of(values) == first.result_digest
 
         def made(result: tuple[Copy, bool] | BaseException, now: float) -> None:
-            if isinstance(result, BaseException):
+            if isinstance(result, RemoteProtocolError):
                 self._refuse(result)
                 self.session.assembled(first, now, agrees=False)
+            elif isinstance(result, BaseException):
+                failure = f"{type(result).__name__}: {result}"
+                self.session.assembled(first, now, agrees=False, failure=failure)
             elif self.session.assembled(first, now, agrees=result[1]):
                 self._tip[index] = result[0]
                 self.saw(first, result[0].values)
@@ -293,7 +303,7 @@ class LearnerHost:
         index = next((index for index, seed in self.seeds.items() if seed is None), None)
         if self._seeding or index is None:
             return
-        fragment, epoch, self._seeding = self._fragment(index), self._epoch, True
+        fragment, epoch = self._fragment(index), self._epoch
         values, size = self._island.read(fragment), self.session.settings.state_chunk_elements
 
         def coded(result: list[EncodedChunk] | BaseException, now: float) -> None:
@@ -311,6 +321,7 @@ class LearnerHost:
             self._pump(now)
 
         self._pool.run(lambda: list(encode_values(fragment, values, chunk_elements=size)), coded)
+        self._seeding = True  # Not sooner: an exception would end the seeding for good.
 
     def _put(
         self,

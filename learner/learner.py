@@ -160,8 +160,10 @@ class Learner:
                     " learner.log(tokens=batch.numel(), loss=loss)",
                 )
             self._watch.stepped()
-            self._link.boundary(tokens, loss)
-            self._watch.boundary_over()
+            try:
+                self._link.boundary(tokens, loss)
+            finally:  # Also where an exception has broken an adoption off.
+                self._watch.boundary_over()
 
     @contextmanager
     def pause(self, reason: str = "evaluating") -> Generator[None]:

@@ -30,7 +30,7 @@ from narrows.proto.config import Address, parse_address
 from narrows.proto.errors import BrokerUnreachable, NarrowsError, Refused, Unfinished, printable
 from narrows.proto.events import EventFile
 from narrows.proto.keys import SiteKey, read_site_key
-from narrows.proto.messages import Header, Layout, Phase
+from narrows.proto.messages import Header, Layout
 from narrows.proto.ports import Done
 from narrows.proto.sockets import Handshake, HandshakeMonitor, Kind, make_socket
 from narrows.proto.timing import HEARD_S, LEAVE_S
@@ -184,7 +184,7 @@ class Link:
             while not session.ended and time.monotonic() < until:
                 self._wait()
         self.abort(linger_s=1.0)
-        if session.phase in (Phase.ENDING, Phase.ENDED) and not session.final:
+        if session.heard_ending and not session.final:
             got = f"versions {[part.held for part in session.parts]}"
             raise Unfinished("the run has ended without this learner", got=got)
 

@@ -18,7 +18,7 @@ from collections import deque
 from statistics import median
 from typing import Final
 
-from narrows.learner.effects import Effect, Note, Send, SendChunks
+from narrows.learner.effects import Adopt, Effect, Note, Send, SendChunks, Snapshot
 from narrows.learner.fragment import FragmentSession, Pushed, Standing
 from narrows.proto import messages as msg
 from narrows.proto import timing
@@ -33,13 +33,25 @@ EXTRAPOLATION_MAX_S: Final = 10.0
 """The run's clock goes on for so long without news from the broker."""
 
 RETRIED_S: Final[dict[str, float]] = {
-    ErrorCode.PROTOCOL_VERSION: 0.0, ErrorCode.LAYOUT_DIFFERS: 0.0, ErrorCode.WRONG_RUN: 0.0,
+    ErrorCode.PROTOCOL_VERSION: 0.0, ErrorCode.LAYOUT_DIFFERS: 0.0, ErrorCode.WRONG_RUN: math.inf,
     ErrorCode.BAD_NAME: 0.0, ErrorCode.KEY_NAME: 0.0, ErrorCode.NOT_FINITE_SEED: 0.0,
     ErrorCode.NAME_IN_USE: timing.NAME_IN_USE_S,
     ErrorCode.OVER_CAPACITY: timing.OVER_CAPACITY_S,
 }  # fmt: skip
 """Refusals of the session, and how long the learner says Hello again before it raises; 0: time does
-not heal them. Every other code refuses a message."""
+not heal them. Another run is an outage: it is met where the broker's state directory was lost, and
+the learner's run is back once that is. Every other code refuses a message."""
+
+FAILED_CODINGS_TOLD: Final = 3
+"""So many pushes running that cannot be coded are noted, the last one with the remedy."""
+
+NOT_NOTED_AGAIN: Final = {
+    True: f". {FAILED_CODINGS_TOLD} times running: not noted again until a push is coded",
+    False: f". {FAILED_CODINGS_TOLD} times running, though the parameters were set back each time:"
+    " the optimizer's state is not finite. Load it again, or make the optimizer anew with a lower"
+    " learning rate. Not noted again until a push is coded",
+}
+"""The end of the last of those notes, by whether the parameters were finite."""
 
 NO_NEWS: Final = msg.Beat("", Phase.SEEDING, (), (), 0.0, 0, 0.0, 0.0)
 """The newest Beat before the first."""
@@ -69,6 +81,9 @@ class Session:
         """The broker has refused this learner, which says Hello again, and not admitted it yet."""
         self.ended = False
         """Bye is said: there is nothing left to wait for."""
+        self.heard_ending = False
+        """The run was in its end once. A broker that has started again may say RUNNING for a while;
+        who leaves waits for the final model nevertheless."""
         self.steps = self.tokens = 0
         self.loss: float | None = None
         self.paused: str | None = None
@@ -159,7 +174,8 @@ class Session:
         """A control message of the broker."""
         if self.ended:
             return
-        self._heard_at = now
+        if not isinstance(message, msg.Refuse):  # Who is refused is as alone as without a broker.
+            self._heard_at = now
         match message:
             case msg.Welcome():
                 self._welcome(message, now)
@@ -226,8 +242,29 @@ class Session:
             self.connected = False  # Another life of the broker, which has not met us.
             return
         self.beat, self._beat_at = beat, now
+        self.heard_ending = self.heard_ending or self.phase in (Phase.ENDING, Phase.ENDED)
         for part, head in zip(self.parts, beat.heads, strict=False):  # No heads before version 0.
             part.head = max(part.head, head)
+        for part, head, digest in zip(self.parts, beat.heads, beat.digests, strict=False):
+            part.told = head, digest
+            self._drop_altered(part, now)
+
+    def _drop_altered(self, part: FragmentSession, now: float) -> None:
+        """Beats pass no relay: a copy of another digest than a Beat tells was altered on its way.
+
+        The parameters may stand on it, or on one before it that no Beat named: what they differ
+        from the next copy is not this learner's work.
+        """
+        if not part.altered:
+            return
+        part.drop_copy(now)
+        part.cast_adrift(self.tokens)
+        self._note(
+            "altered",
+            f"fragment {part.index}: the copy of version {part.told[0]} is not the broker's:"
+            f" whoever passes publications on, a relay, has altered it. It is dropped, and a state"
+            f" is fetched in {part.pause_s:g} s",
+        )
 
     def _serve(self, fetch: msg.Fetch) -> None:
         """The broker lacks chunks. What it asks for may be settled meanwhile: then nothing."""
@@ -255,7 +292,7 @@ class Session:
             is_first, self._refused_since = now < self._refused_since, min(now, self._refused_since)
             if now - self._refused_since >= RETRIED_S[refuse.code]:
                 self.refused = self.refusal
-            elif is_first:
+            elif is_first and not self.joined:  # Else the outage is told, with this as its reason.
                 self._note("refused", f"{text}; trying again")
 
     # Data.
@@ -270,21 +307,40 @@ class Session:
         self._data_at = now
         return self.parts[header.fragment].chunk(header, now)
 
-    def assembled(self, header: msg.Header, now: float, *, agrees: bool) -> bool:
+    def assembled(self, header: msg.Header, now: float, *, agrees: bool, failure: str = "") -> bool:
         """A copy is made; `header` is that of its chunk 0, which tells whose pushes it holds.
 
+        `failure`: this machine could not make it, as for want of memory, and nothing says that it
+        is damaged. The text begins with the kind of error and a colon; each kind is noted once.
         True: it is the fragment's newest published copy, and the host keeps it.
         """
-        if header.epoch != self.epoch:
-            return False
         part = self.parts[header.fragment]
-        is_tip = part.assembled(header, agrees=agrees)
+        if header.epoch != self.epoch or part.assembling != (header.kind, header.version):
+            return False
+        if failure:
+            part.try_again(now)
+            kind = failure.partition(":")[0]
+            if kind != part.trouble:
+                part.trouble = kind
+                self._note(
+                    "assembly_failed",
+                    f"fragment {part.index}: this machine cannot make the copy of version"
+                    f" {header.version}: {failure}. It is tried again, with pauses of"
+                    f" {timing.COPY_AGAIN_S:g} to {timing.COPY_AGAIN_MAX_S:g} s",
+                )
+            return False
         if not agrees:
-            text = f"fragment {part.index}: version {header.version} is damaged, fetching the state"
-            self._note("digest_differs", text)
+            part.drop_copy(now)
+            text = (
+                f"version {header.version} is damaged, the state is fetched in {part.pause_s:g} s"
+            )
+            self._note("digest_differs", f"fragment {part.index}: {text}")
+            return False
+        part.assembled(header)
         if part.pushed is Pushed.MERGED:
             self._moved_at = now
-        return is_tip
+        self._drop_altered(part, now)
+        return part.tip == header.version
 
     # The training thread.
 
@@ -311,7 +367,7 @@ class Session:
         """The push is coded: it is announced and sent."""
         part = self.parts[fragment]
         if part.push and part.push_id == push_id:  # Else it was given up meanwhile.
-            part.pushed, self._moved_at = Pushed.WAITING, now
+            part.pushed, part.failed_codings, self._moved_at = Pushed.WAITING, 0, now
             if self.connected:
                 self.effects.append(Send(part.push))
             self.effects.append(SendChunks(DataKind.PUSH, fragment, push_id))
@@ -325,8 +381,12 @@ class Session:
     ) -> None:
         """The push cannot be coded. Not `finite`: the parameters are nan or inf, so they are set
         back to the newest version, or this learner would never learn again."""
-        self._note("encode_failed", f"fragment {fragment}: {reason}")
-        self.parts[fragment].give_up(push_id, finite=finite)
+        part = self.parts[fragment]
+        part.give_up(push_id, finite=finite)
+        part.failed_codings += 1
+        running = "" if part.failed_codings < FAILED_CODINGS_TOLD else NOT_NOTED_AGAIN[finite]
+        if part.failed_codings <= FAILED_CODINGS_TOLD:
+            self._note("encode_failed", f"fragment {fragment}: {reason}{running}")
 
     def pause(self, reason: str | None) -> None:
         """The loop makes no steps for a while, so no round should wait for it; None: it does."""
@@ -344,8 +404,33 @@ class Session:
     def abandon(self) -> None:
         """Leaves at once, whatever is on its way."""
         if not self.ended:
-            self.effects.append(Send(msg.Bye("the loop was broken off")))
+            self.effects = [Send(msg.Bye("the loop was broken off"))]
             self.ended = True
+
+    def broken_off(self, reason: str, *, decided: bool) -> None:
+        """An exception left a call of the training thread, a signal's for instance. `effects` are
+        those that are not known to be performed; `decided`: all were decided.
+
+        A fragment that was to move, or to be copied, is cast adrift: nobody knows how far that
+        came. Other effects stay, since none of them does harm when it is performed twice.
+        """
+        halves = [each for each in self.effects if isinstance(each, Adopt | Snapshot)]
+        touched = {each.fragment for each in halves} if decided else set(range(len(self.parts)))
+        self.effects = [each for each in self.effects if each not in halves]
+        if touched and self.ended:  # It was to leave with the final model, which it has not.
+            self.effects = [
+                each
+                for each in self.effects
+                if not isinstance(each, Send) or not isinstance(each.message, msg.Bye)
+            ]
+            self.ended = False
+        for part in self.parts:
+            part.assembling = None  # Its effect may be lost. To make a copy twice does no harm.
+            if part.index in touched:
+                part.cast_adrift(self.tokens)
+        if touched:
+            text = f"{reason} in the middle of the exchange: fragments {sorted(touched)} take the"
+            self._note("broken_off", f"{text} newest version, what they have not sent is given up")
 
     def _exchange(self) -> None:
         """Adopts, then pushes, fragment by fragment."""
@@ -422,6 +507,7 @@ class Session:
             return
         if self.connected and now >= self._heard_at + timing.SILENT_S:
             self.connected = False
+        self.effects += [each for part in self.parts if (each := part.next_assembly(now))]
         if not self.connected:
             if now >= self._hello_due:
                 self._hello(now)
@@ -429,7 +515,6 @@ class Session:
             if self._news != self._reported or now >= self._report_due:
                 self._report(now)
             self._ask(now)
-        self.effects += [each for part in self.parts if (each := part.next_assembly())]
         self._end_if_due(now)
 
     def deadline(self, now: float) -> float:
@@ -439,7 +524,10 @@ class Session:
         leave_at = math.inf if self._leaving_at is None else now + timing.REPORT_S
         if not self.connected:
             return min(leave_at, self._hello_due)
-        asks = [each.deadline(now) for part in self.parts for _, each in part.pulled]
+        asks = [
+            max(part.again_at, each.deadline(now)) for part in self.parts for _, each in part.pulled
+        ]
+        asks += [part.again_at for part in self.parts if now < part.again_at]
         return min(leave_at, self._report_due, self._heard_at + timing.SILENT_S, *asks)
 
     @property
@@ -453,7 +541,7 @@ class Session:
             if self._offline_too_long(now):
                 limit_s = self.settings.max_offline_s
                 event, what = "paused", f"training pauses after {limit_s:.0f} s without the broker"
-            text = f"{what}: {self.obstacle or 'it is not heard'}"
+            text = f"{what}: {self.obstacle or self.refusal or 'it is not heard'}"
             if text not in self._warned_offline:
                 self._warned_offline.add(text)
                 self._note(event, text)
@@ -486,7 +574,7 @@ class Session:
         """Fetches what is missing and due, within one window for all fragments."""
         asked = sum(each.asked for part in self.parts for each in part.arriving.values())
         room = self.settings.window_messages - asked
-        for part in self.parts:
+        for part in [each for each in self.parts if now >= each.again_at]:
             part.expect(now, pull=False)
             for (kind, version), transfer in part.pulled:
                 if ranges := transfer.ask(now, self._data_at, room + transfer.asked):
@@ -497,19 +585,19 @@ class Session:
         """Says Bye once the final model is adopted, or once leaving has nothing to wait for."""
         ending = self.phase in (Phase.ENDING, Phase.ENDED)
         # In a run that ends, a broker that is here decides how long the last rounds may take.
-        moved_at = max(self._moved_at, self._heard_at) if ending else self._moved_at
+        moved_at = max(self._moved_at, self._heard_at) if self.heard_ending else self._moved_at
         if self.phase is Phase.ENDED and self.final:
             reason = "the run has ended"
         elif self._leaving_at is None:
             return
-        elif not ending and all(part.finished for part in self.parts):
+        elif not self.heard_ending and all(part.finished for part in self.parts):
             reason = "the loop has ended"
         elif now >= moved_at + timing.LEAVE_S or (
             not ending and now >= self._leaving_at + timing.LEAVE_MAX_S
         ):
             fragments = [part.index for part in self.parts if not part.finished]
             outcome = f"the outcome of its last pushes, of fragments {fragments}"
-            lacking = "the run's final model" if ending else outcome
+            lacking = "the run's final model" if self.heard_ending else outcome
             reason = f"leaves without {lacking}"
             self._note("left", reason)
         else:
@@ -528,7 +616,10 @@ class Session:
             assert part.push is None or 0 < part.push.push_id <= self._push_id, part
         ids = [part.push.push_id for part in self.parts if part.push]
         assert len(ids) == len(set(ids)), ids
-        assert self.merged_tokens + self.lost_tokens <= self.tokens, self.parts
+        for part in self.parts:
+            pushed = part.push.tokens if part.push else 0
+            known = part.merged_tokens + part.lost_tokens + pushed + part.tokens
+            assert known == self.tokens, part
 
 
 def refused(code: ErrorCode, why: NarrowsError | msg.Refuse) -> Refused:

@@ -44,6 +44,14 @@ REPAIR_MAX_S: Final = 8.0
 """While nothing at all comes from the peer it asks half as often each time, down to this: its line
 is cut, and questions would pile up."""
 
+COPY_AGAIN_S: Final = 1.0
+"""A learner that could not make a published copy, or found it damaged, tries again after this long.
+The pause doubles from failure to failure: a relay that damages everything, or a machine that is
+short of memory, must not make it fetch and compute without end."""
+
+COPY_AGAIN_MAX_S: Final = 60.0
+"""The pause grows no longer than this. After as long without a failure it is short again."""
+
 DISK_AGAIN_S: Final = 2.0
 """The broker tries a commit again after this long when the disk is full."""
 

@@ -15,13 +15,14 @@ import pytest
 from msgspec.structs import replace
 
 from narrows.bench.sim.checkers import Wrong
-from narrows.bench.sim.run import ENTRIES, LAYOUT, Plan, Run, Walk
+from narrows.bench.sim.run import ENTRIES, LAYOUT, TOKENS, Plan, Run, Walk
 from narrows.broker.config import load_broker
-from narrows.learner.effects import Note
+from narrows.learner.effects import Adopt, Note
 from narrows.learner.fragment import Pushed
 from narrows.learner.host import LearnerHost
 from narrows.proto import messages as msg
 from narrows.proto.codec import F32
+from narrows.proto.layout import Fragment, Piece
 from narrows.proto.messages import DataKind, Header
 from narrows.proto.wire import decode_header, encode_control, encode_header
 
@@ -40,6 +41,21 @@ class Calm(Plan):
     ) -> None:
         named = {name.replace("__", "."): value for name, value in settings.items()}
         super().__init__(7, {**SETTINGS, **named}, [0.1] * learners, begin)
+
+
+class Interrupt(BaseException):
+    """As a signal's handler raises it, or a machine that is short of memory."""
+
+
+UNMOVED = "run", "control", "tick"
+"""Calls in which no parameters move."""
+
+
+class Still(Walk):
+    """Learns nothing: whatever its pushes hold is no work."""
+
+    def step(self, session: Any, now: float) -> int:
+        return TOKENS
 
 
 class Uplink:
@@ -70,6 +86,7 @@ class Stage:
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.notes: list[Note] = []
         self.uplinks: list[Uplink] = []
+        self.interrupts = 0
         self._is_between = False
         self.run = Run(plan, folder / "state", self._watch)
 
@@ -97,8 +114,38 @@ class Stage:
         self._is_between = True
         try:
             return call(*given)
+        except Interrupt:
+            self.interrupts += 1  # The loop catches it and goes on.
         finally:
             self._is_between = False
+
+    def interrupt(self, owner: Any, name: str) -> None:
+        """The next call of this method by the training thread is left by an exception: before it
+        has done anything, or when half of the elements that it moves are anything."""
+        real = getattr(owner, name)
+
+        def broken(*given: Any, **named: Any) -> Any:
+            if not self._is_between:
+                return real(*given, **named)
+            setattr(owner, name, real)
+            if name not in UNMOVED:
+                real(*given, **named)
+                for piece in self._moved(given):
+                    source: Any = self.host._island._source
+                    source.view(piece)[::2] += 1.0
+            raise Interrupt
+
+        setattr(owner, name, broken)
+
+    def _moved(self, given: tuple[Any, ...]) -> list[Piece]:
+        """Pieces of the fragment that the arguments of an interrupted call name, else of all."""
+        fragments = [part.fragment for part in self.host.session.parts]
+        match given:
+            case [Fragment() as fragment, *_]:
+                fragments = [fragment]
+            case [Adopt() as effect]:
+                fragments = [fragments[effect.fragment]]
+        return [piece for fragment in fragments for piece in fragment.pieces]
 
     def _touch(self, call: Callable[..., Any], *given: Any) -> None:
         assert self._is_between, "the parameters are touched in the middle of a step"
@@ -171,6 +218,50 @@ def test_parameters_that_become_nan_are_set_back_to_the_newest_version(tmp_path:
     assert stage.noted == ["encode_failed"] and "nan" in stage.notes[0].text
     assert all(np.isfinite(each).all() for each in tensors)
     assert min(stage.heads) > max(heads)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "goal"),
+    [
+        ("_island", "adopt", 0), ("_island", "overwrite", 1200), ("_island", "snapshot", 0),
+        ("", "adopting", 0), ("", "adopting", 1200), ("_pool", "run", 0), ("_wires", "control", 0),
+        ("session", "_keep", 0), ("session", "_pushes", 0), ("session", "tick", 0),
+    ],
+)  # fmt: skip
+def test_a_boundary_that_an_exception_breaks_off_moves_nothing_half_and_loses_no_effect(
+    tmp_path: Path, owner: str, name: str, goal: int
+) -> None:
+    """This learner learns nothing, so its published copies never change."""
+    stage = Stage(Calm(1, Still, run__goal_tokens=goal), tmp_path)
+    stage.run.until(3.0)
+    tensors: list[F32] = stage.run.sites[0].trainee.source.tensors  # type: ignore[attr-defined]
+    before, heads = [each.copy() for each in tensors], stage.heads
+    stage.interrupt(getattr(stage.host, owner) if owner else stage.host, name)
+    stage.run.finish()
+    assert stage.interrupts == 1
+    assert all(np.array_equal(*each) for each in zip(tensors, before, strict=True))
+    assert min(stage.heads) > max(heads), "an effect was lost"
+    assert name in UNMOVED or stage.noted == ["broken_off"]
+
+
+def test_a_copy_that_a_worker_could_not_make_is_made_from_the_same_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage(Calm(), tmp_path)
+    stage.run.until(2.0)
+    island, real, failures = stage.host._island, stage.host._island.copy, [1, 2]
+
+    def short_of_memory(*given: Any) -> Any:
+        if failures:
+            raise MemoryError(failures.pop())
+        return real(*given)
+
+    monkeypatch.setattr(island, "copy", short_of_memory)
+    kinds: list[DataKind] = []
+    stage.host.saw = lambda header, _: kinds.append(header.kind)
+    stage.run.finish()
+    assert set(kinds) == {DataKind.PUBLICATION} and stage.noted[0] == "assembly_failed"
+    assert "MemoryError" in stage.notes[0].text and len(stage.notes) <= 2, "by fragment"
 
 
 def test_bytes_that_are_no_message_are_noted_and_change_nothing(tmp_path: Path) -> None:

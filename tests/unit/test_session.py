@@ -138,6 +138,21 @@ class Seat:
             self.chunk(DataKind.STATE, fragment, version, chunk)
         self.assemble(push_id=push_id)
 
+    def damage(self, fragment: int, version: int, wait_s: float = 1.0) -> None:
+        """A publication arrives, and its copy has another digest; then this time is over."""
+        for chunk in range(CHUNKS):
+            self.chunk(PUBLICATION, fragment, version, chunk)
+        assert self.made() == 1
+        self.wait(wait_s)
+
+    def made(self, failure: str = "") -> int:
+        """The copies that the host was asked for are damaged, or cannot be made; their number."""
+        asked = self.take(Assemble)
+        for place in asked:
+            self.session.assembled(self.header(*place), self.now, agrees=False, failure=failure)
+            self.done()
+        return len(asked)
+
     # The learner.
 
     def step(self, tokens: int = 8, after_s: float = 0.1) -> None:
@@ -253,13 +268,31 @@ def test_a_name_in_use_is_waited_out_for_ten_seconds_of_one_refusal() -> None:
     assert refused.remedy == "do so" and seat.noted() == ["refused"]
 
 
-@pytest.mark.parametrize("code", ["layout_differs", "wrong_run", "key_name", "bad_chunk"])
+@pytest.mark.parametrize("code", ["layout_differs", "key_name", "bad_chunk"])
 def test_a_refusal_that_time_does_not_heal_is_raised_and_that_of_a_message_noted(code: str) -> None:
     seat = joined()
     seat.refuse(code)
     assert (seat.session.refused is None) is seat.session.connected is (code == "bad_chunk")
     assert seat.noted() == ["refused"] * (code == "bad_chunk")
     assert not seat.session.must_wait(seat.now)
+
+
+def test_another_run_at_the_brokers_address_is_an_outage() -> None:
+    """The state directory was lost, or is not mounted: nobody may throw the run away for that."""
+    seat = joined()
+    seat.restart()
+    refuse = msg.Refuse("wrong_run", "another run", "run new", "run old", "was it lost?", 0, 0)
+    for _ in range(int(SETTINGS.max_offline_s)):
+        assert not seat.session.must_wait(seat.now) and seat.session.refused is None
+        seat.hear(refuse)
+        seat.wait(1.0)
+    assert len(seat.sent(msg.Hello)) >= SETTINGS.max_offline_s
+    told = [each.text for each in seat.take(Note)]
+    assert [each for each in told if "run new" in each and "run old" in each] == told[1:]
+    seat.wait(1.0)
+    assert seat.session.must_wait(seat.now), "as after any outage"
+    seat.welcome()
+    assert seat.session.connected and not seat.session.must_wait(seat.now)
 
 
 # Silence.
@@ -336,6 +369,16 @@ def test_a_learner_between_two_long_steps_reports_too() -> None:
     assert not seat.sent(msg.Report)  # A boundary would be exact; it may come yet.
     seat.wait(1.0)
     assert [each.steps for each in seat.sent(msg.Report)] == [2]
+
+
+def test_a_wait_between_two_steps_is_no_step_time() -> None:
+    seat = joined()
+    seat.step()
+    seat.now += 2.0
+    seat.rest()
+    seat.told(period_s=1.0)
+    seat.step()
+    assert seat.session.parts[0].push is None, "it is not slow"
 
 
 def test_a_pause_is_told_at_once_and_is_no_step_time() -> None:
@@ -417,6 +460,102 @@ def test_all_fragments_together_ask_for_one_window() -> None:
     assert sum(count for f in seat.sent(msg.Fetch) for _, count in f.chunks) == CHUNKS
 
 
+# Copies that cannot be made, or are not the broker's.
+
+
+def test_a_copy_that_this_machine_cannot_make_is_tried_again_and_is_no_damage() -> None:
+    seat = joined()
+    seat.told(heads=(1, 0))
+    for chunk in range(CHUNKS):
+        seat.chunk(PUBLICATION, 0, 1, chunk)
+    for pause_s in (1, 2, 4, 8, 16, 32, 60, 60):
+        assert seat.made(failure=f"OutOfMemoryError: {pause_s} bytes are left") == 1
+        for _ in range(pause_s):
+            assert not seat.take(Assemble)
+            assert seat.now < seat.session.deadline(seat.now) <= seat.now + pause_s
+            seat.told(heads=(20, 0))
+            seat.wait(1.0)
+    assert seat.session.parts[0].tip == 0 and not seat.sent(msg.Fetch), "what is here stays"
+    (note,) = seat.take(Note)
+    assert note.event == "assembly_failed" and "OutOfMemoryError: 1 bytes" in note.text
+    seat.assemble()
+    seat.step()
+    assert [each.version for each in seat.take(Adopt)] == [1]
+    assert {each.kind for each in seat.sent(msg.Fetch)} == {STATE}, "19 versions are missing"
+
+
+def test_damage_that_repeats_is_fetched_again_after_a_pause_that_doubles() -> None:
+    """Whatever comes through a relay may be garbage, for ever, or every other time."""
+    seat = joined()
+    for version, pause_s in enumerate((1, 2, 4, 8, 16, 32, 60, 60, 1), 1):
+        seat.wait(120.0 * (version == 9))  # After a long time without damage it is short again.
+        seat.told(heads=(version, 0))
+        seat.damage(0, version, pause_s - 0.5)
+        seat.welcome()
+        assert not seat.sent(msg.Fetch) and seat.session.deadline(seat.now) <= seat.now + 0.5
+        seat.wait(0.5)
+        assert [each.kind for each in seat.sent(msg.Fetch)] == [STATE]
+        seat.state(0, version)
+    assert seat.noted().count("digest_differs") == 9
+
+
+@pytest.mark.parametrize("beat_first", [False, True])
+def test_a_copy_that_a_relay_has_altered_is_noticed_and_its_difference_is_no_work(
+    beat_first: bool,
+) -> None:
+    """All digests of the publication are right: only the Beat, which passes no relay, shows it."""
+    seat = waiting()
+    seat.told(heads=(0, 0), digests=(1000, 1000))
+    if beat_first:
+        seat.told(heads=(1, 0), digests=(7, 1000))
+    seat.publish(0, 1, 1)
+    seat.step()
+    if not beat_first:
+        assert len(seat.take(Adopt)) == 1, "nothing says yet that it is another"
+        seat.told(heads=(1, 0), digests=(7, 1000), collecting=(0,))
+    assert not seat.noted().count("digest_differs") and seat.session.parts[0].tip == -1
+    assert seat.session.parts[1].tip == 0
+    seat.step()
+    assert not seat.take((Snapshot, Adopt)), "it would push the difference"
+    seat.wait(1.0)
+    assert [(f.kind, f.version) for f in seat.sent(msg.Fetch)] == [(STATE, 1)]
+    seat.told(heads=(1, 0), digests=(1001, 1000))
+    seat.state(0, 1)
+    seat.step()
+    assert [(each.version, each.overwrite) for each in seat.take(Adopt)] == [(1, True)]
+    assert not seat.noted()
+
+
+def test_a_beat_of_another_version_or_life_says_nothing_about_a_copy() -> None:
+    seat = joined()
+    seat.publish(0, 1)
+    seat.told(heads=(0, 0), digests=(1000, 1000))
+    seat.told(heads=(2, 0), digests=(7, 1000))
+    seat.restart(heads=(1, 0), digests=(7, 7))
+    seat.welcome(heads=(1, 0))
+    seat.publish(0, 2)
+    assert [part.tip for part in seat.session.parts] == [2, 0]
+    seat.told(heads=(2, 0), digests=(1002, 7))
+    assert [part.tip for part in seat.session.parts] == [2, -1], "copies outlive a life"
+
+
+def test_parameters_that_stay_not_finite_are_told_with_the_remedy_and_no_flood() -> None:
+    seat = joined()
+    seat.told(collecting=(0,))
+    for _ in range(2):
+        for _ in range(20):
+            seat.step()
+            seat.told(collecting=(0,))
+            for _, push_id, _ in seat.take(Snapshot):
+                seat.session.encode_failed(0, push_id, reason="nan", finite=False)
+        first, second, third = seat.take(Note)
+        assert first == second and "optimizer's state is not finite" in third.text
+        seat.step()
+        assert seat.encode(), "now it is"
+        seat.refuse("merge_failed", 0, seat.session.parts[0].push_id)
+        seat.noted()
+
+
 # Epochs.
 
 
@@ -442,10 +581,7 @@ def test_a_learner_goes_back_if_its_copy_was_damaged_when_the_new_life_compared(
     seat = waiting()
     seat.session.assembled(seat.header(PUBLICATION, 0, 1), seat.now, agrees=False)
     assert seat.session.parts[0].tip == 0, "it was not asked for"
-    for chunk in range(CHUNKS):
-        seat.chunk(PUBLICATION, 0, 1, chunk)
-    seat.session.assembled(seat.header(PUBLICATION, 0, 1), seat.now, agrees=False)
-    seat.done()
+    seat.damage(0, 1)
     assert [(f.kind, f.version) for f in seat.sent(msg.Fetch)] == [(STATE, 1)]
     assert seat.session.parts[0].held == 0 and seat.session.parts[0].push
     seat.restart(heads=(0, 0))
@@ -463,10 +599,7 @@ def test_a_damaged_copy_is_replaced_by_an_older_one_and_what_follows() -> None:
     seat = waiting()
     seat.publish(0, 1)
     seat.publish(0, 2, 1)
-    for chunk in range(CHUNKS):
-        seat.chunk(PUBLICATION, 0, 3, chunk)
-    seat.session.assembled(seat.header(PUBLICATION, 0, 3), seat.now, agrees=False)
-    seat.done()
+    seat.damage(0, 3)
     seat.state(0, 1)
     seat.step()
     assert [(each.version, each.merged) for each in seat.take(Adopt)] == [(1, False)]
@@ -474,10 +607,7 @@ def test_a_damaged_copy_is_replaced_by_an_older_one_and_what_follows() -> None:
         seat.publish(0, version, *merged)
     seat.step()
     assert [(each.version, each.merged) for each in seat.take(Adopt)] == [(4, True)]
-    for chunk in range(CHUNKS):
-        seat.chunk(PUBLICATION, 0, 5, chunk)
-    seat.session.assembled(seat.header(PUBLICATION, 0, 5), seat.now, agrees=False)
-    seat.done()
+    seat.damage(0, 5, 2.0)
     seat.state(0, 2)
     for version in (3, 4):
         seat.publish(0, version)
@@ -693,6 +823,15 @@ def test_the_broker_gets_chunks_of_waiting_pushes_only() -> None:
     assert not seat.take(SendChunks)
 
 
+def test_a_state_tells_the_outcome_of_the_pushes_up_to_its_id() -> None:
+    for push_id, merged in ((0, False), (1, True), (2, True)):
+        seat = waiting()
+        seat.welcome(heads=(9, 0))
+        seat.state(0, 9, push_id)
+        seat.step()
+        assert [each.merged for each in seat.take(Adopt)] == [merged]
+
+
 # The end.
 
 
@@ -760,6 +899,28 @@ def test_in_a_run_that_ends_the_broker_decides_how_long_it_takes() -> None:
     seat.wait(30.0)
     assert seat.sent(msg.Bye) == [msg.Bye("leaves without the run's final model")]
     assert seat.session.ended
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_who_has_heard_of_the_end_waits_for_it_through_a_new_life_that_has_not(ends: bool) -> None:
+    """A broker that has started again tells RUNNING until it has looked at its clock."""
+    seat = joined()
+    seat.told(phase=Phase.ENDING)
+    seat.leave()
+    seat.restart(phase=Phase.RUNNING)
+    seat.welcome(phase=Phase.RUNNING)
+    assert not seat.session.ended
+    if ends:
+        seat.told(phase=Phase.ENDED)
+        seat.rest()
+        assert seat.session.final and seat.sent(msg.Bye) == [msg.Bye("the run has ended")]
+    else:
+        for _ in range(599):
+            assert not seat.session.ended
+            seat.told()
+            seat.wait(1.0)
+        assert seat.sent(msg.Bye) == [msg.Bye("leaves without the run's final model")]
+    assert seat.session.heard_ending
 
 
 def test_the_run_clock_goes_on_between_beats_and_never_falls() -> None:
