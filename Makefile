@@ -29,9 +29,10 @@ fmt: .venv/ready  ## format, and repair what the linter can
 bench: .venv/ready  ## every bench in its short form, or one of them: ARGS="codec"
 	$(BIN)/narrows bench $(or $(ARGS),all)
 
-slow: .venv/ready  ## SEEDS=2000 of faults, KILLS=500 of a broker, 5,000 examples a property
+slow: .venv/ready  ## SEEDS=2000 of faults, KILLS=500, MINUTES=10 of random frames, 5,000 examples
 	$(SLOW) -n 2 tests/unit/test_simulation.py --seeds=$(or $(SEEDS),2000)
 	$(BIN)/narrows bench chaos --kills $(or $(KILLS),500)
+	$(SLOW) tests/acceptance/test_hostile_bytes.py -k random --minutes=$(or $(MINUTES),10)
 	HYPOTHESIS_PROFILE=nightly $(SLOW) -n 2 -m hypothesis
 lock:  ## write constraints.txt anew, from the newest releases that fit
 	$(PYTHON) -m venv --clear .venv

@@ -61,6 +61,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seeds", type=int, default=100, help="simulated runs with faults")
+    parser.addoption("--minutes", type=float, default=0.05, help="minutes of random frames")
     parser.addoption("--first-seed", type=int, default=0, help="seed of the first of them")
 
 
@@ -78,14 +79,15 @@ REAL_S_MAX = 120
 """Several processes on a busy machine may take twice as long as everything else may."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    limit_s = REAL_S_MAX + 60 * float(config.getoption("--minutes"))
     for item in items:
         if "site" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.real)
         if item.get_closest_marker("real"):
             item.add_marker(pytest.mark.flaky(reruns=1, rerun_except=list(NEVER_BY_CHANCE)))
             if not item.get_closest_marker("timeout"):
-                item.add_marker(pytest.mark.timeout(REAL_S_MAX))
+                item.add_marker(pytest.mark.timeout(limit_s))
 
 
 @pytest.hookimpl(tryfirst=True)

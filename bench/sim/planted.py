@@ -1,4 +1,4 @@
-"""Ten bugs, one for each checker. A checker that does not find its bug checks nothing."""
+"""Twelve bugs. A checker that finds none of those that are planted for it checks nothing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from narrows.broker.process.host import Host
 from narrows.broker.store import Store
 from narrows.broker.syncer.state import Stage
 from narrows.learner.host import LearnerHost
+from narrows.learner.session import Session
 from narrows.proto.errors import NarrowsError
-from narrows.proto.messages import Fetch, Header, Push
+from narrows.proto.messages import Fetch, Header, Phase, Push
 
 # Each of them changes a store or host, given as Any: it reaches into places that no type describes.
 
@@ -116,13 +117,29 @@ def launches_all(host: Any) -> None:
     host.syncer._rounds._has_room = lambda fragment: rounds[fragment].stage is Stage.IDLE
 
 
+def forgets_the_end(host: Any) -> None:
+    """A life begins as if the goal were not reached, and no learner remembers that it was."""
+    if isinstance(host, LearnerHost):
+        forgets = {"heard_ending": property(lambda session: False, lambda session, heard: None)}
+        host.session.__class__ = type("Forgetful", (Session,), forgets)
+    elif host.syncer.state.phase is Phase.ENDING:
+        host.syncer.state.phase = Phase.RUNNING
+
+
+def ignores_an_interruption(host: Any) -> None:
+    """What an exception broke off is taken for done."""
+    host.session.broken_off = lambda reason, *, decided: None
+
+
 @dataclass(frozen=True)
 class Planted:
     """A bug, and the words that its checker begins with."""
 
     checker: str
-    part: type[Store | Host | LearnerHost]
+    part: type[Store | Host | LearnerHost] | tuple[type[Host], type[LearnerHost]]
     plant: Callable[[Any], None]
+    first_seed: int = 0
+    """The search begins here: not every seed has what a bug needs."""
 
     def __call__(self, part: object) -> None:
         """Plants it, if this is the part that it belongs into."""
@@ -136,9 +153,11 @@ PLANTED: Final = (
     Planted("replay", Store, forgets_the_newest),
     Planted("merged once", Host, says_nobody),
     Planted("clock", Host, counts_twice),
+    Planted("whole", LearnerHost, ignores_an_interruption),
     Planted("share", Host, drops_late),
     Planted("rate", Host, sends_too_fast),
     Planted("progress", Host, answers_once),
+    Planted("progress", (Host, LearnerHost), forgets_the_end, first_seed=13),
     Planted("no leak", LearnerHost, keeps_for_ever),
     Planted("invariants", Host, launches_all),
 )

@@ -167,7 +167,7 @@ class Draw(Plan):
             self.faults.append((rng.uniform(0.1, 2.5), Run.kill))
         first_s, second_s = rng.uniform(0, 3), rng.uniform(0.5, 5)
         self.end_kills = rng.choice([(), (), (first_s,), (first_s, first_s + second_s)])
-        self.interrupted = rng.choice([0.0, 0.0, 0.0, 0.01])
+        self.interrupted = rng.choice([0.0, 0.0, 0.03])
         self.short_of_memory = rng.choice([0.0, 0.0, 0.0, 0.03])
 
 

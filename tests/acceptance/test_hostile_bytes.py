@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections import Counter
 from typing import Any, Final
 
@@ -37,7 +38,8 @@ LARGE: Final = 80
 PORTS: Final = ((b"DEALER", 60_000), (b"XPUB", 200_000), (b"XSUB", 400))
 """The sockets that talk with the broker's three ports, and bytes that a frame there may have."""
 
-ASK: Final = packed(type="askstatus")
+ASK_STATUS: Final = {"type": "askstatus"}
+ASK: Final = packed(**ASK_STATUS)
 RANDOM: Final = random.Random(1).randbytes(5000)
 
 NO_HANDSHAKES: Final = [
@@ -215,3 +217,58 @@ def test_hostile_bytes_at_each_port_are_refused_by_name(site: Site) -> None:
     assert {name for one in site.merged() for name in one["contributors"]} == {"good"}
     assert "Traceback" not in broker.log
     wait_until(lambda: memory_bytes() < memory_bytes_max, "memory to be freed", broker)
+
+
+FRAMES_PER_PEER: Final = 200
+
+HONEST: Final[list[dict[str, Any]]] = [
+    {"type": "report", "steps": 1, "tokens": 1, "loss": 1.0, "held": [0]},
+    {"type": "push", "fragment": 0, "push_id": 1, "base": 0, "tokens": 5, "steps": 5},
+    STATE | {"chunks": [[0, 1]]},
+    ASK_STATUS,
+]
+"""Messages of which one field is altered, or that are cut."""
+
+FIELDS: Final = (
+    "epoch", "kind", "learner", "fragment", "version", "push_id", "chunk", "codec",
+    "payload_digest", "contributors",
+)  # fmt: skip
+"""Those of a header."""
+
+
+def anything(rng: random.Random) -> Any:
+    """A value of any type, wild or likely."""
+    inner = rng.choice([None, True, -1, 0, 3, 1 << 63, 0.5, math.nan, "", "good", RANDOM[:40]])
+    return rng.choice([inner, inner, [inner] * rng.randrange(9), {"good": inner}])
+
+
+def test_random_frames_harm_nobody(site: Site, pytestconfig: pytest.Config) -> None:
+    broker = site.broker("fragments.count=1")
+    site.learner("good")
+    site.contribute("good", count=2)
+    rng, fingerprint, memory_bytes = random.Random(3), fingerprint_of(site), list[int]()
+    ends_at = time.monotonic() + 60 * float(pytestconfig.getoption("--minutes"))
+    while time.monotonic() < ends_at or len(memory_bytes) < 2:
+        with Peer(site, f"mallory-{len(memory_bytes)}", fingerprint) as mallory:
+            mallory.join()
+            listener = mallory.dial(zmq.XSUB, 2)
+            for _ in range(FRAMES_PER_PEER):
+                honest = rng.choice(HONEST)
+                altered = packed(**honest | {rng.choice([*honest, "more"]): anything(rng)})
+                cut = [ENVELOPE, altered[: rng.randrange(len(altered))]]
+                noise = [rng.randbytes(rng.randrange(200)) for _ in range(rng.randint(1, 4))]
+                mallory.control.send_multipart(rng.choice([[ENVELOPE, altered], cut, noise]))
+                payload = rng.randbytes(rng.randrange(3000))
+                header = mallory.header(payload, **{rng.choice(FIELDS): anything(rng)})
+                mallory.uplink.send_multipart([b"u/00", rng.choice([header, noise[0]]), payload])
+                # A subscription that begins a topic would have all that are published sent to it.
+                listener.send(rng.choice([b"", b"\0", b"\0p/00", b"\2", b"p/00", b"\0" + noise[0]]))
+            mallory.tell(**ASK_STATUS)
+            mallory.hear("status")  # All before it was read.
+        memory_bytes.append(broker.ps.memory_info().rss)
+    site.contribute("good", count=4)
+    site.check_copies("good")
+    print(f"{FRAMES_PER_PEER * len(memory_bytes)} random messages at each port")
+    assert refusals(site)["bad_message"] > FRAMES_PER_PEER / 2
+    assert "Traceback" not in broker.log
+    assert max(memory_bytes) < memory_bytes[0] + MEMORY_BYTES_MAX
