@@ -26,11 +26,11 @@ class ErrorCode(StrEnum):
     # The session is refused. A learner raises, unless the code is in RETRIED.
     PROTOCOL_VERSION = "protocol_version", "another version of the wire", SAME_VERSION
     LAYOUT_DIFFERS = "layout_differs", "not the run's model", "the run's model code, or another run"
-    WRONG_RUN = "wrong_run", "the learner belongs to another run", "start the learner again"
+    WRONG_RUN = "wrong_run", "the learner belongs to another run", "the right state directory"
     NAME_IN_USE = "name_in_use", "another process has this name", "stop it, or use another name"
     BAD_NAME = "bad_name", "incarnation and name do not fit", "make the incarnation of the name"
     KEY_NAME = "key_name", "the key speaks for another site", "use a name of the key's site"
-    OVER_CAPACITY = "over_capacity", "1,024 learners, or a name restarts too fast", "wait"
+    OVER_CAPACITY = "over_capacity", "no place left, or a name restarts too fast", "wait"
     NOT_FINITE_SEED = "not_finite_seed", "NaN or infinity in version 0", "start with finite values"
     # One message or one push is refused; the session goes on.
     BAD_MESSAGE = "bad_message", "a message outside of PROTOCOL.md", SAME_VERSION
@@ -65,8 +65,13 @@ class ErrorCode(StrEnum):
         return cls.BAD_MESSAGE
 
 
-RETRIED: Final = frozenset({ErrorCode.NAME_IN_USE, ErrorCode.OVER_CAPACITY})
-"""Refusals of a session that end by themselves: the learner says Hello again."""
+RETRIED: Final = frozenset({ErrorCode.NAME_IN_USE, ErrorCode.OVER_CAPACITY, ErrorCode.WRONG_RUN})
+"""Refusals of a session that end without the learner's doing: it says Hello again. A broker holds
+the wrong run when its state directory was not mounted, and the right one after its next start."""
+
+PEER_TEXT_CHARACTERS_MAX: Final = 80
+"""Characters that the broker keeps of a peer's own words (the reason of a pause or a Bye, the name
+of another run): a Status shows those of 1,024 learners, and must stay below CONTROL_BYTES_MAX."""
 
 LOG_CHARACTERS_MAX: Final = 1000
 """Characters of a peer's text in one log line: a peer must not fill the disk with one message."""
@@ -155,6 +160,11 @@ def exit_code(error: Exception) -> int:
         return 3
     usage = (ErrorCode.CONFIG, ErrorCode.INSECURE)
     return 2 if isinstance(error, NarrowsError) and error.code in usage else 1
+
+
+def short(text: str) -> str:
+    """A peer's own words as the broker shows them: cut, and printable."""
+    return printable(text[:PEER_TEXT_CHARACTERS_MAX])
 
 
 def printable(text: str) -> str:

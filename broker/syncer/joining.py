@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from narrows.broker.syncer import events as ev
-from narrows.broker.syncer.members import Member
+from narrows.broker.syncer.members import NAMES_MAX, Member
 from narrows.broker.syncer.pushes import Pushes
 from narrows.broker.syncer.state import State, fault
 from narrows.proto import messages as msg
-from narrows.proto.errors import ErrorCode, NarrowsError, printable
+from narrows.proto.errors import ErrorCode, NarrowsError, short
 from narrows.proto.flow.transfer import Transfer
 from narrows.proto.layout import check_layout, fingerprint
 from narrows.proto.timing import HEARD_S
@@ -22,6 +22,10 @@ LAYOUT_BYTES_MAX: Final = 2 << 20
 CHUNKS_MAX: Final = 1 << 24
 """Chunks of a model, of pushes and of states together: a bitmap has a byte for each. At the least
 size of chunks they are those of 8 billion parameters, at the usual one of two trillion."""
+
+
+STRANGER_S: Final = 60.0
+"""A learner of another run is told of for this long after its newest Hello."""
 
 
 @dataclass(eq=False)
@@ -51,6 +55,7 @@ class Joining:
         if state.layout is not None and hello.fingerprint != state.fingerprint:
             self._refuse_layout(peer, hello.name, hello.fingerprint)
             return
+        self._check_place(hello.name, site)
         go_back = self._go_back(hello)
         member = self._member(hello, go_back, now)
         # The process that had this name, and whose connection speaks for another now.
@@ -103,20 +108,54 @@ class Joining:
                 "choose another name, or stop the other process first", ErrorCode.NAME_IN_USE,
             )  # fmt: skip
         if hello.run_id not in ("", state.run_id):
+            self._meet_stranger(hello, now)
             raise fault(
-                "this learner belongs to another run",
-                f"run {state.run_id}", f"run {printable(hello.run_id)}",
-                "start the learner again: it joins this run with this run's model",
-                ErrorCode.WRONG_RUN,
+                "this broker holds another run than this learner belongs to",
+                f"run {state.run_id}", f"run {short(hello.run_id)}",
+                "if the broker's state directory was lost, or is not mounted, stop this broker and "
+                "start it with the right --state-dir: the learner trains on and comes back. To "
+                "join this run instead, start the learner again", ErrorCode.WRONG_RUN,
             )  # fmt: skip
         if len(hello.held) not in (0, count):
             raise fault(
                 "this learner's model is cut into another number of fragments",
                 f"{count} fragments, or none", str(len(hello.held)),
                 "start the learner again: the run's number of fragments has changed",
-                ErrorCode.WRONG_RUN,
+                ErrorCode.LAYOUT_DIFFERS,
             )  # fmt: skip
-        if sum(each.name != name for each in state.members.connected()) >= msg.LEARNERS_MAX:
+
+    def _meet_stranger(self, hello: msg.Hello, now: float) -> None:
+        """Names a learner of another run once: it says Hello on, each second."""
+        state, name = self.state, hello.name
+        mine = f"is at version {max(state.heads)}" if state.heads else "is empty"
+        text = (
+            f"{name} belongs to run {short(hello.run_id)}, and this broker holds run "
+            f"{state.run_id}, which {mine}: was the state directory lost, or is it not mounted?"
+        )
+        _, seen_at = state.strangers.pop(name, ("", -STRANGER_S))
+        state.strangers[name] = (text, now)
+        if now >= seen_at + STRANGER_S:
+            state.note("other_run", text, warning=True, learner=name)
+        if len(state.strangers) > NAMES_MAX:
+            del state.strangers[next(iter(state.strangers))]
+
+    def _check_place(self, name: str, site: str | None) -> None:
+        """Raises RemoteProtocolError if there is no place for a learner.
+
+        While another site is here, a site has half of the places at most. Without keys a name does
+        not say who speaks, so this would keep nobody away. Who is here keeps its place.
+        """
+        here = self.state.members.connected()
+        if any(each.name == name for each in here):
+            return
+        half, places = msg.LEARNERS_MAX // 2, sum(each.site == site for each in here)
+        if half <= places < len(here):
+            raise fault(
+                f"{site} has no place left while other sites are here",
+                f"half of the places, {half}, for one site", "one more",
+                f"wait until a learner of {site} leaves", ErrorCode.OVER_CAPACITY,
+            )  # fmt: skip
+        if len(here) >= msg.LEARNERS_MAX:
             raise fault(
                 "the run is full", f"at most {msg.LEARNERS_MAX} learners", "one more",
                 "wait until a learner leaves", ErrorCode.OVER_CAPACITY,
@@ -244,7 +283,8 @@ class Joining:
         """True if the chunk belongs to version 0 and is not here yet."""
         if (seeder := self.asked(header.incarnation)) is None:
             return False
-        seeder.heard_at = seeder.moved_at = seeder.data_at = now
+        # It counts in the shares of the uplink, however many learners its site has.
+        seeder.heard_at = seeder.moved_at = seeder.data_at = seeder.merged_at = now
         if self.state.layout is None:
             return False  # What came before the layout is asked for again.
         if header.epoch != self.state.epoch or header.fragment >= len(self._transfers):
@@ -262,7 +302,8 @@ class Joining:
 
     def seeded(self) -> None:
         """Version 0 is durable."""
-        assert self._making and not self.state.heads
+        assert self._making and self._seeder is not None and not self.state.heads
+        self._seeder.merged_at = float("-inf")
         self.state.heads = [0] * self.state.settings.fragments
         self._transfers = []
         self.state.note("seeded", "version 0 is durable")

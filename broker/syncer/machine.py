@@ -19,7 +19,7 @@ from narrows.broker.syncer.rounds import Rounds
 from narrows.broker.syncer.state import State, fault
 from narrows.broker.syncer.status import status, warn_of_silence
 from narrows.proto import messages as msg
-from narrows.proto.errors import NarrowsError, RemoteProtocolError
+from narrows.proto.errors import NarrowsError, RemoteProtocolError, short
 from narrows.proto.timing import BEAT_S
 from narrows.proto.wire import speaks_for
 
@@ -62,6 +62,9 @@ class Syncer:
         self._rounds = Rounds(state, self._pushes, self._ending, launched_at=now)
         self._advanced_at = self._beat_at = self._digests_at = now
         self._wake_at = now + BEAT_S
+        # A phase is not durable before the run has ended. Learners must hear of the end in their
+        # first Welcome: who is told `running` and has nothing left to push leaves for good.
+        self._ending.reach_goal(now)
 
     # What the host reads.
 
@@ -114,17 +117,17 @@ class Syncer:
                     raise fault("Report.held", expected, got, remedy)
                 # A learner ahead of us has not read its Welcome yet: what it holds is going away.
                 heads = state.heads if state.is_open else [-1] * count
-                member.report(message, tuple(map(min, message.held, heads)), now)
+                member.report(message, tuple(map(min, message.held, heads)), tuple(heads), now)
             case msg.Push():
                 self._pushes.announced(member, message, now)
             case msg.Fetch():
                 self._check_fetch(message)
-                member.moved_at = now
+                member.asks(message, now)
                 self.effects.append(ev.Serve(member.incarnation, message))
             case msg.Bye():
                 member.has_left = True
                 self._pushes.disconnect(member)
-                text = f"{member.name} leaves: {message.reason}"
+                text = f"{member.name} leaves: {short(message.reason)}"
                 state.note("left", text, learner=member.name)
             case _:
                 raise fault(

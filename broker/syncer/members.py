@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
-from narrows.proto.messages import Report
-from narrows.proto.timing import HEARD_S
+from narrows.proto.messages import DataKind, Fetch, Report
+from narrows.proto.timing import HEARD_S, REPORT_S
 from narrows.proto.wire import name_of
 
 NAMES_MAX: Final = 1024
@@ -20,8 +20,15 @@ INTERVALS: Final = 8
 """Intervals that a step time is the median of: a change of speed is seen after five Reports, one
 late Report is not."""
 
-INTERVAL_S_MIN: Final = 1e-3
-"""Shortest interval that is believed; two Reports may arrive together after a stall."""
+INTERVAL_S_MIN: Final = REPORT_S / 2
+"""Shortest interval that counts by itself; what was reported sooner counts with the next Report.
+After a stall of the line many Reports arrive together, and some go out at once at a change."""
+
+COUNTS_S: Final = 60.0
+COUNTS_PERIODS: Final = 4
+"""A learner counts, in the pace and in the shares of the uplink, from its first merged push on: for
+this long after each, or for so many periods. A name that reports and pushes nothing decides
+nothing."""
 
 CONFIRM_S: Final = 0.5
 """A Report that comes this long after a lower rate was told shows that it was heard; an earlier one
@@ -55,6 +62,8 @@ class Member:
     told: Report = NOTHING_TOLD
     """Its newest Report; but `held` is what its parameters stand on."""
     reported_at: float = float("-inf")
+    merged_at: float = float("-inf")
+    """When a push of it was merged last; of who sends version 0: when a chunk came."""
     merged_tokens: int = 0
     """Tokens of its merged pushes, summed over fragments."""
     contributions: int = 0
@@ -62,7 +71,16 @@ class Member:
     """Fragment -> newest push id that was refused. Its later chunks are dropped silently."""
     data_at: float = float("-inf")
     """When the last data message came."""
-    told_no_data: bool = False
+    taken_at: float = float("-inf")
+    """When it last took a version, lacked none, was paused, or asked a STATE's next chunks."""
+    taken_steps: int = 0
+    """Its steps then."""
+    asked_at: float = float("-inf")
+    """When it last asked for chunks."""
+    _asked: dict[int, int] = field(default_factory=dict[int, int])
+    """Fragment -> hash of the chunks of a STATE that it asked for last; whole they may be large."""
+    told_hints: set[str] = field(default_factory=set[str])
+    """Events of the hints that hold, and were logged when they began to."""
     up_bits_per_s: float = 0.0
     """Rate that it is told; 0: no limit."""
     up_in_force: float = 0.0
@@ -73,6 +91,11 @@ class Member:
     _intervals: deque[float] = field(default_factory=lambda: deque(maxlen=INTERVALS))
     counted: tuple[float, int] | None = None
     """Time and steps of the newest Report that counted steps; None: begin anew."""
+
+    @property
+    def site(self) -> str:
+        """The site that its name belongs to; with keys, whose key speaks for it."""
+        return self.name.partition("/")[0]
 
     @property
     def is_connected(self) -> bool:
@@ -90,18 +113,34 @@ class Member:
         """Rounds wait for it: it is ready, heard lately and not paused."""
         return self.is_heard(now) and self.told.paused is None and min(self.held) >= 0
 
-    def report(self, report: Report, held: tuple[int, ...], now: float) -> None:
+    def counts(self, period_s: float, now: float) -> bool:
+        """It contributes: a push of it was merged lately."""
+        return now < self.merged_at + max(COUNTS_S, COUNTS_PERIODS * period_s)
+
+    def asks(self, fetch: Fetch, now: float) -> None:
+        """Takes a question in. To ask for other chunks of a STATE than before shows that some have
+        come; the version may move on without any."""
+        self.moved_at = self.asked_at = now
+        if fetch.kind is DataKind.STATE and self._asked.get(fetch.fragment) != hash(fetch.chunks):
+            self._asked[fetch.fragment], self.taken_at = hash(fetch.chunks), now
+
+    def report(
+        self, report: Report, held: tuple[int, ...], heads: tuple[int, ...], now: float
+    ) -> None:
         """Takes progress in. Step times are taken on the broker's clock: nobody's own count of
         seconds is believed."""
+        is_paused = report.paused is not None or self.told.paused is not None
+        if is_paused or held == heads or held != self.held:
+            self.taken_at, self.taken_steps = now, report.steps
         before, self.told, self.reported_at = self.told, report, now
         if (report.steps, held, report.finished) != (before.steps, self.held, before.finished):
             self.moved_at = now
         self.held = held
-        if before.paused is not None or report.paused is not None or self.counted is None:
+        if is_paused or self.counted is None:
             self.counted = (now, report.steps)
-        elif report.steps > self.counted[1]:
+        elif report.steps > self.counted[1] and now >= self.counted[0] + INTERVAL_S_MIN:
             at, steps = self.counted
-            self._intervals.append(max(now - at, INTERVAL_S_MIN) / (report.steps - steps))
+            self._intervals.append((now - at) / (report.steps - steps))
             self.step_s = median(self._intervals)
             self.counted = (now, report.steps)
 
@@ -135,7 +174,8 @@ class Members:
         """Gives a member a connection, when nobody else has its name or this connection."""
         # The member itself may still be using the rate that it was told before.
         self.by_peer.pop(member.peer, None)
-        member.peer, member.heard_at, member.moved_at = peer, now, now
+        member.peer = peer
+        member.heard_at = member.moved_at = member.taken_at = now
         member.has_left = member.is_revoked = False
         self.by_name[member.name] = self.by_peer[peer] = member
         gone = [member for member in self if not member.is_connected]
@@ -153,21 +193,28 @@ class Members:
         for member in self:
             member.heard_at = min(now, member.heard_at + delay_s)
             member.moved_at = min(now, member.moved_at + delay_s)
+            member.taken_at = min(now, member.taken_at + delay_s)
             member.counted = None
 
-    def share(self, own: float, total: float, now: float) -> list[Member]:
-        """Sets the rates of all connected learners in bit/s: at most `own` for each, and an equal
-        share of `total`; 0: no limit. Returns those whose rate has changed.
+    def share(self, own: float, total: float, period_s: float, now: float) -> list[Member]:
+        """Sets the rates of all connected learners in bit/s: at most `own` for each, and a share of
+        `total`; 0: no limit. Returns those whose rate has changed.
+
+        Who counts has an equal share. All others of a site have one together:
+        enough for a first push, and no more for two hundred names than for one.
 
         A share is lowered before another one is raised: at no time may the learners send more than
         the total.
         """
-        members = self.connected()
-        target = min(own or math.inf, (total or math.inf) / max(1, len(members)))
-        if target == math.inf:
+        if not own and not total:
             return []
+        members = self.connected()
+        new = Counter(each.site for each in members if not each.counts(period_s, now))
+        parts = [1.0 if each.counts(period_s, now) else 1 / new[each.site] for each in members]
+        whole = (total or math.inf) / max(1.0, sum(parts))
+        targets = [min(own or math.inf, whole * part) for part in parts]
         before = [member.up_bits_per_s for member in members]
-        for member in members:
+        for member, target in zip(members, targets, strict=True):
             if not 0 < member.up_bits_per_s <= target:  # A newcomer, or one that has too much.
                 member.up_bits_per_s = min(member.up_bits_per_s or RATE_MIN, target)
                 member.up_in_force = max(member.up_in_force, member.up_bits_per_s)
@@ -175,7 +222,7 @@ class Members:
             elif member.reported_at >= member.lowered_at + CONFIRM_S:
                 member.up_in_force = member.up_bits_per_s
         free = max(0.0, (total or math.inf) - sum(member.up_in_force for member in members))
-        for member in members:
+        for member, target in zip(members, targets, strict=True):
             raised = min(target, member.up_in_force + free)
             if raised > member.up_bits_per_s:
                 free -= max(0.0, raised - member.up_in_force)

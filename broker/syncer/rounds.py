@@ -17,7 +17,7 @@ from typing import Final
 
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.ending import Ending
-from narrows.broker.syncer.members import Member
+from narrows.broker.syncer.members import COUNTS_PERIODS, Member
 from narrows.broker.syncer.pushes import Pushes
 from narrows.broker.syncer.state import (
     IN_FLIGHT_MAX,
@@ -61,11 +61,7 @@ class Rounds:
         """Decides everything that the time or the last event has made due."""
         state = self.state
         self._awaited, self.due_at = state.members.awaited(now), math.inf
-        # The pace xi is the harmonic mean of step times: all n learners together make n * H inner
-        # steps in a period, whatever their speeds, and a hung one stretches it by n / (n - 1) at
-        # most. Without learners the old pace stands, so that an open round keeps its window.
-        if steps_s := [each.step_s for each in self._awaited if each.step_s]:
-            state.xi_s = len(steps_s) / sum(1 / each for each in steps_s)
+        state.xi_s = self._pace_s(now)
         for fragment in state.collecting():
             self._collect(fragment, now)
         if state.phase is msg.Phase.RUNNING and not state.stopping:
@@ -76,6 +72,22 @@ class Rounds:
             for fragment in self.ending.fragments_open(now):
                 if self._has_room(fragment):
                     self._launch(fragment, now)
+
+    def _pace_s(self, now: float) -> float:
+        """The pace xi: the harmonic mean of the step times of those who contribute.
+
+        All n of them together make n * H inner steps in a period, whatever their speeds, and a hung
+        one stretches it by n / (n - 1) at most. While nobody contributes all who train count.
+        Without learners the old pace stands, so that an open round keeps its window.
+        """
+        steps_s = [each.step_s for each in self._awaited if each.step_s]
+        counting = [e for e in self._awaited if e.step_s and e.counts(self.state.period_s, now)]
+        if counting:
+            # Who makes a step in s seconds is merged every n * H * s seconds at the latest. When
+            # its last merged push is so much older, its steps are not believed to be that short.
+            believed = COUNTS_PERIODS * len(counting) * self.state.settings.sync_period_steps
+            steps_s = [max(e.step_s or 0.0, (now - e.merged_at) / believed) for e in counting]
+        return len(steps_s) / sum(1 / each for each in steps_s) if steps_s else self.state.xi_s
 
     # Launch.
 
@@ -225,7 +237,7 @@ class Rounds:
                 member.merged_tokens += facts.tokens
                 member.contributions += 1
                 # Who waits for the last rounds is not given up with whom they wait for.
-                member.moved_at = now
+                member.moved_at = member.merged_at = now
         # As many as a STATE can tell of; the store knows the others.
         while len(round_.merged) > msg.LEARNERS_MAX:
             del round_.merged[next(iter(round_.merged))]

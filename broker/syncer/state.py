@@ -155,6 +155,8 @@ class State:
     stopping: str = ""
     """Why the process stops; "" while it serves."""
     members: Members = field(default_factory=Members)
+    strangers: dict[str, tuple[str, float]] = field(default_factory=dict[str, tuple[str, float]])
+    """Name -> words about it, and the time of its newest Hello: learners of another run."""
     effects: list[ev.Effect] = field(default_factory=list[ev.Effect])
     heads: list[int] = field(default_factory=list[int])
     """Newest durable version per fragment; empty before version 0."""
@@ -254,7 +256,9 @@ class State:
         self.effects.append(ev.Send(peer, refusal))
         what = f"push {push_id} of fragment {fragment} from " if push_id else ""
         text = f"{what}{name or 'a peer'}: {printable(str(error))}"
-        self.note("refused", text, warning=True, learner=name, code=code)
+        # A learner of another run says Hello on, each second: `Joining` names it once.
+        if error.code is not ErrorCode.WRONG_RUN:
+            self.note("refused", text, warning=True, learner=name, code=code)
 
     def beat(self, member: Member, now: float, digests: tuple[int, ...] = ()) -> msg.Beat:
         """`digests` are those of the heads, or none in this Beat."""
@@ -279,7 +283,7 @@ class State:
     def share_uplink(self, now: float, newcomer: Member | None = None) -> None:
         """Sets the rates of all learners and tells them; the newcomer's stands in its Welcome."""
         wan = self.config.wan
-        for member in self.members.share(float(wan.up), float(wan.total_up), now):
+        for member in self.members.share(float(wan.up), float(wan.total_up), self.period_s, now):
             if member is not newcomer:
                 self.send(member, self.beat(member, now))
 

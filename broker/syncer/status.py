@@ -6,15 +6,17 @@ import math
 from typing import Final
 
 from narrows.broker.syncer.ending import Ending
-from narrows.broker.syncer.joining import Joining
+from narrows.broker.syncer.joining import STRANGER_S, Joining
 from narrows.broker.syncer.members import Member
 from narrows.broker.syncer.rounds import Rounds
 from narrows.broker.syncer.state import Stage, State
-from narrows.proto.messages import Phase
+from narrows.proto.errors import short
+from narrows.proto.messages import Mode, Phase
 from narrows.proto.timing import LEAVE_S
 
 NO_DATA_S: Final = 10.0
-"""A learner that has announced a push and sent nothing for this long cannot reach the uplink."""
+"""A learner that has announced a push and sent nothing for this long cannot reach the uplink. One
+that has taken no version for this long, though there is one, cannot be reached by the downlink."""
 
 NAMED_MAX: Final = 8
 """Most names in one line."""
@@ -75,7 +77,7 @@ def _learner(state: State, member: Member, now: float) -> dict[str, object]:
         "contributions": member.contributions,
         "versions_behind": max(behind, default=0),
         "up_bits_per_s_granted": round(member.up_bits_per_s),
-        "hint": _no_data(state, member, now),
+        "hint": " ".join(_hints(state, member, now).values()),
     }
 
 
@@ -90,7 +92,7 @@ def _state(member: Member, now: float) -> str:
     if not member.is_ready:
         return "joining"
     paused = member.told.paused
-    return f"paused: {paused}" if paused is not None else "training"
+    return f"paused: {short(paused)}" if paused is not None else "training"
 
 
 def waiting_for(state: State, joining: Joining, ending: Ending, now: float) -> list[str]:
@@ -99,6 +101,11 @@ def waiting_for(state: State, joining: Joining, ending: Ending, now: float) -> l
         f"the disk: fragment {fragment} cannot be written ({each.disk_error})"
         for fragment, each in enumerate(state.rounds)
         if each.disk_error
+    ]
+    lines += [
+        f"its operator: {text}"
+        for text, at in list(state.strangers.values())[-NAMED_MAX:]
+        if now < at + STRANGER_S
     ]
     if state.stopping:
         return [*lines, f"nobody: the broker stops ({state.stopping})"]
@@ -112,6 +119,8 @@ def waiting_for(state: State, joining: Joining, ending: Ending, now: float) -> l
     if state.phase is Phase.ENDED:
         lacking = ending.awaited(now)
         return [*lines, f"{_listed(lacking)} to adopt the final model"] if lacking else lines
+    deaf = [m for m in state.members.connected() if _no_version(state, m, now)]
+    lines += [f"new versions to reach {member.name}" for member in deaf[:NAMED_MAX]]
     if not state.members.awaited(now):
         paused = _listed([m for m in state.members.connected() if m.told.paused is not None])
         fetching = _listed([m for m in state.members.connected() if not m.is_ready])
@@ -120,8 +129,9 @@ def waiting_for(state: State, joining: Joining, ending: Ending, now: float) -> l
     for fragment in state.collecting():
         held_up = state.phase is Phase.ENDING
         owing = ending.owing(fragment, now) if held_up else state.absent(fragment, now)
-        if owing:
-            lines.append(f"{_listed(owing)} to push fragment {fragment}")
+        blamed = [member for member in owing if member not in deaf]
+        if blamed:
+            lines.append(f"{_listed(blamed)} to push fragment {fragment}")
     return lines
 
 
@@ -129,6 +139,15 @@ def _listed(members: list[Member]) -> str:
     more = len(members) - NAMED_MAX
     names = ", ".join(member.name for member in members[:NAMED_MAX])
     return names + (f" and {more} more" if more > 0 else "")
+
+
+def _hints(state: State, member: Member, now: float) -> dict[str, str]:
+    """Event -> where to look, for each thing that is wrong with a learner's lines."""
+    hints = (
+        ("no_data", _no_data(state, member, now)),
+        ("no_version", _no_version(state, member, now)),
+    )
+    return {event: hint for event, hint in hints if hint}
 
 
 def _no_data(state: State, member: Member, now: float) -> str:
@@ -144,10 +163,42 @@ def _no_data(state: State, member: Member, now: float) -> str:
     )
 
 
+def _no_version(state: State, member: Member, now: float) -> str:
+    """A hint where to look if a learner trains, or fetches the model, and takes no version though
+    there is one; "" if it takes them.
+
+    Nobody is suspected for being slow. Who trains adopts at boundaries alone, so two have passed;
+    in lockstep it makes no step without a new version. A line that takes longer than a period for a
+    publication can never keep up. Who fetches the model repeats its questions: as long as chunks
+    come it asks for others.
+    """
+    since_s = now - member.taken_at
+    if member.is_ready:
+        expects = since_s >= state.period_s and (
+            member.told.steps >= member.taken_steps + 2 or state.settings.mode is Mode.DILOCO
+        )
+    else:
+        expects = member.asked_at > max(now - NO_DATA_S, member.taken_at + NO_DATA_S / 2)
+    # The cheap questions first: this is asked for each learner at each Beat.
+    if (
+        since_s < NO_DATA_S
+        or not expects
+        or not state.is_open
+        or not member.is_heard(now)
+        or member.held == tuple(state.heads)
+    ):
+        return ""
+    return (
+        f"{member.name} has taken no new version for {since_s:.0f} s: does a firewall close port "
+        f"{state.ports[1]} (downlink) of the broker, or is its line or its relay late?"
+    )
+
+
 def warn_of_silence(state: State, now: float) -> None:
-    """Writes one line for each learner whose pushes bring no data."""
+    """Writes one line for each learner whose data do not come, or that cannot be reached."""
     for member in state.members.connected():
-        hint = _no_data(state, member, now)
-        if hint and not member.told_no_data:
-            state.note("no_data", hint, warning=True, learner=member.name)
-        member.told_no_data = bool(hint)
+        hints = _hints(state, member, now)
+        for event, hint in hints.items():
+            if event not in member.told_hints:
+                state.note(event, hint, warning=True, learner=member.name)
+        member.told_hints = set(hints)

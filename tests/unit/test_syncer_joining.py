@@ -4,6 +4,7 @@ waited for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -13,19 +14,20 @@ from desk import CHUNKS, EPOCH, LAYOUT, RUN, Desk, configure, incarnation, resum
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import RATE_MIN
 from narrows.proto import messages as msg
+from narrows.proto.errors import RETRIED
 from narrows.proto.layout import fingerprint
 from narrows.proto.messages import Role
 from narrows.proto.timing import REDIAL_S
 from narrows.proto.units import BitRate
-from narrows.proto.wire import unpack_layout
+from narrows.proto.wire import encode_control, unpack_layout
 
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"protocol": 99}, "protocol_version", "same version"),
     ({"site": "site-b"}, "key_name", "its key's site"),
     ({"incarnation": incarnation("b")}, "bad_name", "own name"),
     ({"life": 2}, "name_in_use", "choose another name"),
-    ({"run_id": "run-0"}, "wrong_run", "start the learner again"),
-    ({"held": (msg.Held(0, 1),)}, "wrong_run", "number of fragments"),
+    ({"run_id": "run-0"}, "wrong_run", "the right --state-dir: the learner trains on"),
+    ({"held": (msg.Held(0, 1),)}, "layout_differs", "number of fragments"),
     ({"fingerprint": "0" * 32}, "layout_differs", "same model code"),
 ]
 
@@ -36,7 +38,7 @@ def test_a_hello_is_refused_with_what_to_do(fields: dict[str, Any], code: str, r
     refusal = desk.hello("site-a", **({"peer": "another"} | fields))
     assert (refusal.code, refusal.push_id) == (code, 0)
     assert refusal.expected and refusal.got and remedy in refusal.remedy
-    if code == "layout_differs":
+    if "fingerprint" in fields:
         assert unpack_layout(refusal.layout) == LAYOUT
     # The learner that is here has lost nothing.
     desk.take(ev.Send)
@@ -49,6 +51,38 @@ def test_a_full_run_asks_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     desk = running("a", "b")
     assert desk.hello("c").code == "over_capacity"
     assert isinstance(desk.hello("b", 1, peer="again"), msg.Welcome)
+
+
+def test_a_site_has_half_of_the_places_while_others_are_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(msg, "LEARNERS_MAX", 4)
+    desk = running("b/0")
+    for name in ("b/1", "b/2", "a", "b/2"):
+        assert isinstance(desk.hello(name, site=name[0]), msg.Welcome), "or is here"
+    desk.leave("b/2")
+    refusal = desk.hello("b/3", site="b")
+    assert refusal.code == "over_capacity" and "half of the places" in refusal.expected
+    assert isinstance(desk.hello("b/3"), msg.Welcome), "without keys it says not who speaks"
+
+
+def test_learners_of_another_run_are_named_once_each_and_come_back() -> None:
+    """The state directory is not mounted, so the broker has begun in an empty one."""
+    desk = Desk()
+    for name in ("site-a", "site-b") * 5:
+        refusal = desk.hello(name, run_id="x" * 1000)
+        desk.pass_(1.0)
+    assert refusal.code in RETRIED and refusal.message.startswith("this broker holds another run")
+    assert (refusal.expected, refusal.got) == (f"run {RUN}", f"run {'x' * 80}")
+    assert not desk.noted("refused") and len(desk.noted("other_run")) == 2
+    text = f"site-a belongs to run {'x' * 80}, and this broker holds run {RUN}, which is empty: was"
+    text += " the state directory lost, or is it not mounted?"
+    assert desk.noted("other_run")[0].text == text
+    assert desk.status["waiting_for"][0] == f"its operator: {text}"
+    desk.pass_(60.0)
+    assert len(desk.status["waiting_for"]) == 1
+    desk.hello("site-a", run_id="x")
+    assert len(desk.noted("other_run")) == 3, "after a minute without it that is news again"
 
 
 def test_a_name_is_free_after_three_silent_seconds() -> None:
@@ -281,6 +315,62 @@ def test_a_firewall_in_the_way_is_named_once() -> None:
     assert desk.status["learners"]["a"]["hint"] and not desk.status["learners"]["b"]["hint"]
 
 
+@pytest.mark.parametrize(
+    ("steps_per_s", "stepping", "paused", "mode", "suspected"),
+    [
+        (10.0, 10.0, None, msg.Mode.DECOUPLED, True),
+        (10.0, 0.0, None, msg.Mode.DILOCO, True),  # It makes no step without a new version.
+        (10.0, 0.05, None, msg.Mode.DECOUPLED, False),  # A step takes longer than that.
+        (1 / 3, 1 / 3, None, msg.Mode.DECOUPLED, False),  # A period takes longer than that.
+        (10.0, 10.0, "evaluating", msg.Mode.DECOUPLED, False),
+    ],
+)
+def test_a_closed_downlink_is_named_once_and_nobody_blamed_for_it(
+    steps_per_s: float, stepping: float, paused: str | None, mode: msg.Mode, suspected: bool
+) -> None:
+    """b is heard, and has not taken a version since a's first push was merged."""
+    config = configure(run={"mode": mode}, merge={"quorum": 2})
+    desk = running("a", "b", "c", config=config, steps_per_s=steps_per_s)
+    for second in range(30):
+        for name in "ac":
+            desk.push(name, 0, 1 + second)
+        desk.pass_(1.0, "a", "c", steps_per_s=steps_per_s)
+        desk.report("b", 10 + int(stepping * second), held=(0,) * 4, paused=paused)
+    texts = [note.text for note in desk.noted("no_version") if note.warning]
+    assert len(texts) == suspected
+    assert all("does a firewall close port 7072 (downlink) of the broker" in each for each in texts)
+    assert desk.status["learners"]["b"]["hint"].startswith("b has taken no") is suspected
+    about = [line for line in desk.status["waiting_for"] if "b" in line.split(" to push")[0]]
+    assert ("new versions to reach b" in about) is suspected
+    assert not suspected or len(about) == 1, "b is not blamed"
+
+
+def test_a_joiner_whose_questions_only_repeat_cannot_be_reached() -> None:
+    """To one of the others the chunks come slowly; one has all of them, and is in a long step."""
+    desk, joins = running("a"), msg.Report(0, 0, None, (-1,) * 4)
+    for name in ("deaf", "slow", "busy"):
+        desk.hello(name)
+    for second in range(14):
+        for name, first in (("deaf", 0), ("slow", second), ("busy", 0)):
+            ask = msg.Fetch(msg.DataKind.STATE, 0, 0, 0, ((first % 3, 2),))
+            desk.send(name, joins if name == "busy" and second > 2 else ask)
+        desk.pass_(1.0, "a")
+    (note,) = desk.noted("no_version")
+    assert note.text.startswith("deaf has taken no new version for 1")
+
+
+def test_a_status_of_a_full_run_with_the_longest_texts_can_be_read() -> None:
+    desk, longest = running("a"), "\U0001f600" * msg.TEXT_CHARACTERS_MAX
+    for number in range(msg.LEARNERS_MAX - 1):
+        name = f"{'s' * 48}/{number:015d}"
+        desk.hello(name)
+        desk.report(name, 10, paused=longest)
+    frames = encode_control(msg.Status(desk.status))
+    assert longest[:80].encode() in frames[1] and len(frames[1]) < msg.CONTROL_BYTES_MAX / 2
+    (left,) = [each for each in desk.send(name, msg.Bye(longest)) if isinstance(each, ev.Note)]
+    assert left.text.endswith(longest[:80]) and longest[:81] not in left.text
+
+
 # Rates: a share is lowered before another one is raised.
 
 
@@ -288,7 +378,7 @@ def desk_with(**wan: float) -> Desk:
     return Desk(configure(wan={name: BitRate(rate) for name, rate in wan.items()}))
 
 
-def rates(desk: Desk, names: str) -> list[float]:
+def rates(desk: Desk, names: Iterable[str]) -> list[float]:
     return [desk.status["learners"][name]["up_bits_per_s_granted"] for name in names]
 
 
@@ -333,6 +423,33 @@ def test_a_lost_learner_gives_its_share_back_and_comes_back_as_a_newcomer() -> N
     assert desk.hello("b", peer="b:1").beat.up_bits_per_s == RATE_MIN
     desk.pass_(2.0, "a", "b")
     assert rates(desk, "ab") == pytest.approx([4e6] * 2)
+
+
+def test_names_that_send_nothing_have_one_share_together() -> None:
+    silent = [f"b/{number}" for number in range(50)]
+    desk = running("a", "c", *silent, config=configure(wan={"total_up": BitRate(12e9)}))
+    desk.pass_(3.0, "a", "c", *silent)
+    assert rates(desk, ["a", "c", "b/0"]) == pytest.approx([4e9, 4e9, 8e7], rel=0.01)
+    for name in ("a", "c", "b/0"):
+        desk.push(name, 0, 1)
+    desk.pass_(3.0, "a", "c", *silent)
+    desk.hello("d")  # A newcomer has a whole share for its first push.
+    desk.pass_(3.0, "a", "c", "d", *silent)
+    shares = [2.4e9, 2.4e9, 2.4e9, 2.4e9, 2.4e9 / 49]
+    assert rates(desk, ["a", "c", "d", "b/0", "b/1"]) == pytest.approx(shares, rel=0.01)
+
+
+def test_who_sends_version_0_has_a_share_of_its_own() -> None:
+    desk = desk_with(total_up=12e9)
+    for name in ("a/0", "a/1", "a/2", "b"):
+        desk.hello(name)
+    desk.layout("a/0")
+    desk.seed_chunk("a/0", 0, 0)
+    desk.pass_(3.0, "a/0", "a/1", "a/2", "b")
+    assert rates(desk, ["a/0", "a/1", "b"]) == pytest.approx([4e9, 2e9, 4e9], rel=0.01)
+    desk.seed("a/0")
+    desk.pass_(3.0, "a/0", "a/1", "a/2", "b")
+    assert rates(desk, ["a/0", "a/1", "b"]) == pytest.approx([2e9, 2e9, 6e9], rel=0.01)
 
 
 ALL, BEHIND = (0, 1, 2, 3), (0, 0, 0, 0)
@@ -470,10 +587,15 @@ def test_a_learner_that_moves_is_waited_for_ten_minutes_and_no_longer() -> None:
 
 
 def restarted() -> Desk:
-    """A start at the goal. a and b have taught the run; a third one may have joined it."""
+    """A start at the goal. a and b have taught the run; a third one may have joined it.
+
+    Hellos wait at the bound sockets, and are read before anything else happens. Who is told
+    `running` and has nothing left to push says Bye, and never gets the final model.
+    """
     merged = {(incarnation(name), 0): 3 for name in "ab"}
     desk = Desk(configure(run={"goal_tokens": 1000}), resumed=resumed(merged=merged))
-    desk.hello("a")
+    assert len(desk.noted("goal")) == 1
+    assert desk.hello("a").beat.phase is msg.Phase.ENDING
     return desk
 
 

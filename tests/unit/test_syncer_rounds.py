@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from desk import CHUNKS, Desk, configure, incarnation, resumed, running
 from msgspec import structs
@@ -28,7 +30,15 @@ def test_a_launch_waits_for_its_spacing_and_for_somebody() -> None:
     assert not desk.status["rounds"], "nobody is here who could push"
 
 
-def test_the_pace_is_the_harmonic_mean() -> None:
+def push_all(desk: Desk, names: Iterable[str]) -> None:
+    """A push of every fragment for the next round; what waits is displaced."""
+    for name in names:
+        for fragment in range(4):
+            desk.push(name, fragment, int(1000 * desk.now))
+
+
+@pytest.mark.parametrize("contribute", [False, True])
+def test_the_pace_is_the_harmonic_mean(contribute: bool) -> None:
     """All together make n * H steps in a period, whatever their speeds; one that hangs stretches it
     by n / (n - 1) at most."""
     desk = running("a", "b", "c")
@@ -37,6 +47,8 @@ def test_the_pace_is_the_harmonic_mean() -> None:
         for name, steps in {"a": 100.0, "b": 1.0, "c": 0.2}.items():
             desk.steps[name] += steps
             desk.report(name, int(desk.steps[name] + 1e-9))
+        if contribute:
+            push_all(desk, "abc")
     assert desk.status["period_s"] * (100 + 1 + 0.2) == pytest.approx(3 * 10, rel=0.01)
     desk.leave("b", "c")
     period_s = desk.status["period_s"]
@@ -44,6 +56,36 @@ def test_the_pace_is_the_harmonic_mean() -> None:
     desk.pass_(10.0)
     assert desk.status["waiting_for"] == ["learners: a paused"]
     assert desk.status["period_s"] == period_s, "it stands while nobody trains"
+
+
+def test_who_contributes_counts_in_the_pace_for_a_minute_after_each_merged_push() -> None:
+    """Four names of one site make a step in 10 s, and push nothing."""
+    site = [f"b/{number}" for number in range(4)]
+    desk = running("a", "c", *site)
+    periods_s = []
+    for second in range(170):
+        desk.pass_(1.0, "a", "c", steps_per_s=10.0)
+        for name in site:
+            desk.report(name, 10 + second // 10)
+        if second >= 60:
+            push_all(desk, ["a", "c", "b/0"] if second == 80 else ["a", "c"])
+        periods_s.append(desk.status["period_s"])
+    expected = [60 / 20.4, 1.0, 30 / 20.1, 30 / 20.1, 1.0]
+    assert [periods_s[at] for at in (58, 75, 83, 138, 150)] == pytest.approx(expected, rel=0.1)
+
+
+def test_a_speed_is_believed_as_far_as_pushes_come() -> None:
+    """A learner that makes v steps a second is merged every n * H / v seconds at the latest."""
+    desk = running("a", "b", "liar")
+    push_all(desk, ["liar"])
+    for _ in range(20):
+        desk.pass_(1.0, "a", "b", steps_per_s=10.0)
+        desk.report("liar", int(1e6 * desk.now))
+        push_all(desk, "ab")
+    merged_at = desk.syncer.state.members.by_name["liar"].merged_at
+    believed = 4 * 3 * 10 / (desk.now - merged_at)
+    assert desk.status["learners"]["liar"]["steps_per_s"] > 1e5 and believed < 8
+    assert desk.status["period_s"] == pytest.approx(30 / (20 + believed), rel=0.1)
 
 
 def test_after_a_start_the_run_has_a_pace_at_once() -> None:
@@ -94,13 +136,19 @@ def test_a_learner_whose_push_is_announced_or_being_decoded_is_waited_for() -> N
     assert desk.merges() == [(0, ["a", "b", "c"], "everybody")]
 
 
-@pytest.mark.parametrize(("overlap_steps", "window_s"), [(2, 0.25), (8, 0.9 * 8 * 0.1)])
+@pytest.mark.parametrize(
+    ("overlap_steps", "window_s", "stood_still_s"),
+    [(2, 0.25, 0.0), (8, 0.9 * 8 * 0.1, 0.0), (8, 0.9 * 8 * 0.1, 60.0)],
+)
 def test_who_does_not_come_delays_a_merge_by_the_window(
-    overlap_steps: int, window_s: float
+    overlap_steps: int, window_s: float, stood_still_s: float
 ) -> None:
-    """0.9 of what the overlap hides, or one spacing of 0.25 s."""
+    """0.9 of what the overlap hides, or one spacing of 0.25 s. While the broker stands still
+    nothing of what is hidden passes."""
     desk = running("a", "b", config=configure(fragments={"overlap_steps": overlap_steps}))
     desk.to_launch("a", "b")
+    desk.now += stood_still_s
+    desk.do(desk.syncer.advance)
     desk.push("a", 0, 1)
     desk.pass_(window_s - 0.01)
     assert not desk.take(ev.Merge)
@@ -268,7 +316,11 @@ def test_step_times_are_medians_on_the_brokers_clock_without_pauses() -> None:
     desk.now += 1.0
     desk.report("a", int(desk.steps["a"]) + 11)
     assert desk.status["learners"]["a"]["steps_per_s"] == 10.0
+    for steps in range(52, 172, 10):  # A dozen Reports come together after a stall.
+        desk.report("a", steps)
+    assert desk.status["learners"]["a"]["steps_per_s"] == 10.0
     # A claim of a million steps in a second is one of eight intervals, not the pace.
+    desk.now += 1.0
     desk.report("a", 1_000_000)
     assert desk.status["learners"]["a"]["steps_per_s"] == 10.0
 
