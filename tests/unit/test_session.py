@@ -526,6 +526,22 @@ def test_a_copy_that_a_relay_has_altered_is_noticed_and_its_difference_is_no_wor
     assert not seat.noted()
 
 
+@pytest.mark.parametrize("lags", [(3, 3), (3, 0), (9, 9)])
+def test_a_relay_that_is_late_is_told_of_once(lags: tuple[int, int]) -> None:
+    """One fragment is on its way, and a copy far behind is fetched: neither is late."""
+    seat = joined(version=20)
+    for time_s in range(40):
+        if time_s == 15:
+            seat.welcome()
+        if time_s == 20:
+            for version in (21, 22, 23):
+                seat.publish(0, version)
+        newer = 3 * (time_s > 20)
+        seat.told(heads=(20 + newer + lags[0], 20 + lags[1]))
+        assert seat.noted() == (["late"] if lags == (3, 3) and time_s in (10, 30) else [])
+        seat.wait(1.0)
+
+
 def test_a_beat_of_another_version_or_life_says_nothing_about_a_copy() -> None:
     seat = joined()
     seat.publish(0, 1)
