@@ -24,13 +24,16 @@ from narrows.proto import messages as msg
 from narrows.proto import timing
 from narrows.proto.errors import ErrorCode, NarrowsError, Refused
 from narrows.proto.layout import build_table, fingerprint
-from narrows.proto.messages import DataKind, Mode, Phase, Role
+from narrows.proto.messages import PUBLICATIONS_KEPT, DataKind, Mode, Phase, Role
 
 STEP_TIMES: Final = 8
 """Newest step times whose median is the learner's own."""
 
 EXTRAPOLATION_MAX_S: Final = 10.0
 """The run's clock goes on for so long without news from the broker."""
+
+LATE_S: Final = 10.0
+"""Copies that stay behind the heads for so long, while Beats come, are told of."""
 
 RETRIED_S: Final[dict[str, float]] = {
     ErrorCode.PROTOCOL_VERSION: 0.0, ErrorCode.LAYOUT_DIFFERS: 0.0, ErrorCode.WRONG_RUN: math.inf,
@@ -100,6 +103,8 @@ class Session:
         self._stepped_at: float | None = None
         self._heard_at = self._data_at = self._beat_at = self._moved_at = now
         self._refused_since = math.inf
+        self._abreast_at = math.inf
+        """When a Beat last told a head that is here; infinite: there is nothing to be late."""
         self._hello_due = math.inf
         """Before the first connection nobody hears a Hello: it would wait, and be said twice."""
         self._report_at = -math.inf
@@ -248,6 +253,14 @@ class Session:
         for part, head, digest in zip(self.parts, beat.heads, beat.digests, strict=False):
             part.told = head, digest
             self._drop_altered(part, now)
+        # Of a copy further behind the state is fetched, which takes its time.
+        lags = [0 < part.head - part.tip <= PUBLICATIONS_KEPT for part in self.parts]
+        if not all(lags) or not self.joined:
+            self._abreast_at = now
+        elif now >= self._abreast_at + LATE_S:
+            self._abreast_at = math.inf  # Once, until it is abreast again.
+            text = "the downlink, or the relay, is late: work counts on the heads alone"
+            self._note("late", f"for {LATE_S:g} s all copies have been behind the heads: {text}")
 
     def _drop_altered(self, part: FragmentSession, now: float) -> None:
         """Beats pass no relay: a copy of another digest than a Beat tells was altered on its way.

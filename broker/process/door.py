@@ -137,10 +137,6 @@ class Door:
         _log.warning("a handshake of %s was refused: its key makes too many", self.site(key))
         return False
 
-    def reopened(self) -> None:
-        """Every connection was ended: each may come back at no cost."""
-        self._handshakes = {}
-
     def hears(self, key: str, learners: Callable[[], Collection[str]], now: float) -> bool:
         """Whether a control message is within the quota of its key. `learners` are the names of
         all learners that are here: they are counted when the quota is used up."""
@@ -190,10 +186,10 @@ class Door:
             return False
         return match[1] is None or speaks_for(site, name_of(match[1]))
 
-    def look(self, now: float) -> list[str] | None:
-        """Reads the allow list again if it has changed. A list that cannot be read leaves the old
-        one in force. None: no key has left. Else the connections must end, and these sites have no
-        key any more."""
+    def look(self, now: float) -> tuple[set[str], list[str]]:
+        """Reads the allow list again if it has changed, or was not read. A list that cannot be read
+        leaves the old one in force. Returns keys whose connections must end, and sites that have
+        none left."""
         if now >= self._told_at + REFUSALS_S:
             self._told, self._told_at = set(), now
         self._out = {key: until for key, until in self._out.items() if now < until}
@@ -202,7 +198,7 @@ class Door:
             before, stamp, self._stamp = self._allowed, self._stamp, self._stat()
             failed = self._failed
             if self._stamp == stamp and not failed:
-                return None
+                return set(), []
             self._failed, self.lacks_descriptor = "", False
             try:
                 self._allowed = AllowList.read(self._folder)
@@ -212,13 +208,11 @@ class Door:
                 self.lacks_descriptor = getattr(error.__cause__, "errno", 0) == errno.EMFILE
                 if self._stamp != stamp or self._failed != failed:
                     _log.error("the allow list stays as it was: %s", self._failed)
-                return None
-        gone = sorted(before.keys[key] for key in before.keys if not self._allowed.site(key))
-        cut_off = f"; cut off: {', '.join(gone)}" if gone else ""
+                return set(), []
+        gone = {key: site for key, site in before.keys.items() if self._allowed.site(key) != site}
+        cut_off = f"; cut off: {', '.join(sorted(gone.values()))}" if gone else ""
         _log.info("the allow list was read again: %d keys%s", len(self._allowed.keys), cut_off)
-        if all(self._allowed.site(key) == before.site(key) for key in before.keys):
-            return None
-        return sorted(set(gone) - set(self._allowed.keys.values()))
+        return set(gone), sorted(set(gone.values()) - set(self._allowed.keys.values()))
 
     def _stat(self) -> tuple[int, int, int]:
         try:

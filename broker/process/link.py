@@ -1,8 +1,7 @@
 """The broker's three sockets, control, uplink and downlink, and how a revoked key is cut off.
 
-Each frame of a connection carries its key, so a message is believed as far as the key goes. libzmq
-cannot close one connection: when a key must go, all three sockets are closed and bound again, which
-takes milliseconds, and the admitted come back by themselves.
+Each frame of a connection carries its key, so a message is believed as far as the key goes. When a
+key must go, its connections are ended, and those that have said nothing yet: they may be its own.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Final, TypeAlias
 import zmq
 
 from narrows.broker.config import BrokerConfig
+from narrows.broker.process.connections import Connections
 from narrows.broker.process.door import Door, bind, listening_address
 from narrows.broker.process.downlink import Connection
 from narrows.broker.process.host import Host
@@ -63,7 +63,10 @@ class Link:
         self._asker = "", ""
         """Connection ("": the uplink) and key of the message that the host is handling."""
         self.sockets: list[Socket] = []
+        """The three, and those that tell of their connections."""
         self._looked_at = 0.0
+        self._gone: set[str] = set()
+        """Keys that have left the allow list at the last look."""
         try:
             if keys:
                 folder = Path(keys)
@@ -86,16 +89,15 @@ class Link:
             self.sockets.append(
                 make_socket(self._context, kind, pair=self._key, send_buffer_bytes=size, ipv6=ipv6)
             )
-        self._control, self._uplink, self._downlink = self.sockets
-        pairs = zip(self.sockets, ports, strict=True)
+        self._control, self._uplink, self._downlink = three = tuple(self.sockets)
+        self._connections = {each: Connections(self._context, each) for each in three}
+        self.sockets += [each.monitor for each in self._connections.values()]
+        pairs = zip(three, ports, strict=True)
         self.ports = [bind(socket, Address(self._host, port), until) for socket, port in pairs]
         self._uplink.setsockopt(zmq.SUBSCRIBE, b"")
 
     def _reopen(self, host: Host) -> None:
-        """Ends every connection; those whose keys are admitted come back in tenths of a second."""
-        self._close_sockets(linger_s=0.0)
-        if self.door is not None:
-            self.door.reopened()
+        """After the end of all connections; the admitted come back in tenths of a second."""
         # libzmq closes them a moment later: until then a descriptor would look like a listener.
         host.downlink.keep_listeners(lambda _: False)
         self._open(self.ports, until=time.monotonic() + REBIND_S)
@@ -140,14 +142,16 @@ class Link:
 
     def receive(self, host: Host, now: float) -> None:
         """Hands the host what waits at the sockets, a bounded number of messages of each."""
+        for connections in self._connections.values():
+            connections.follow()
         # First: what the other messages lead to may be published to new listeners.
         for descriptor, key, _, (frame, *_) in self._received(self._downlink):
             change, topic, connection = frame.bytes[:1], frame.bytes[1:], _open(descriptor)
             if self.door and change == b"\1" and not self.door.may_hear(key, topic):
                 # It would cost the line a second copy, and libzmq cannot refuse it.
                 self.door.keep_out(key, f"it listens to {topic[:80]!r}", now)
-                self._reopen(host)
-                break
+                self._end_connections({key})
+                continue
             if connection is not None and change in (b"\0", b"\1"):
                 text = topic.decode(errors="replace")
                 host.downlink.listens(connection, text, change == b"\1", now)
@@ -165,6 +169,8 @@ class Link:
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now
             host.downlink.keep_listeners(lambda each: _open(each.descriptor) == each)
+            for connections in self._connections.values():
+                connections.look()
             if self.door is not None:
                 self._look(self.door, host, now)
 
@@ -186,7 +192,7 @@ class Link:
 
     def _look(self, door: Door, host: Host, now: float) -> None:
         """Ends the connections of keys that have left the allow list."""
-        revoked = door.look(now)
+        gone, sites = door.look(now)
         if door.lacks_descriptor:
             # Strangers may hold them all, together with somebody who was revoked: their connections
             # end first, then there is one to read the list with.
@@ -194,11 +200,20 @@ class Link:
             until = time.monotonic() + REBIND_S
             while door.lacks_descriptor and time.monotonic() < until:
                 time.sleep(0.002)  # libzmq closes them a moment later.
-                revoked = door.look(now)
-            revoked = revoked or []
-        if revoked is not None:
-            host.revoked(revoked, now)
+                gone, sites = door.look(now)
             self._reopen(host)
+        if gone or self._gone:
+            # One that has said nothing may be of the key that goes; others come back by themselves.
+            # Once more at the next look: a thread of libzmq may tell late of a new connection.
+            self._end_connections(gone | self._gone, is_silent_ended=True)
+            host.revoked(sites, now)
+        self._gone = gone
+
+    def _end_connections(self, keys: set[str], *, is_silent_ended: bool = False) -> None:
+        for connections in self._connections.values():
+            connections.end(
+                lambda spoken: not keys.isdisjoint(spoken) or (is_silent_ended and not spoken)
+            )
 
     def _received(self, socket: Socket) -> Iterator[tuple[int, str, str | None, list[zmq.Frame]]]:
         """Messages that wait at a socket: the connection's file descriptor, its key ("" without
@@ -213,6 +228,7 @@ class Link:
             except zmq.ZMQError:
                 continue  # A connection has ended, and libzmq takes its subscriptions back.
             key = str(frames[-1].get("User-Id")) if self.door else ""
+            self._connections[socket].heard(descriptor, key)
             yield descriptor, key, self.door.site(key) if self.door else None, frames
 
     # -- the end

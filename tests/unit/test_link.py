@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import errno
+import socket as tcp
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 import zmq
+from acceptance.peer import handshake
 
 from narrows.broker.config import load_broker
 from narrows.broker.process.door import TOLD_MAX, Door
@@ -259,10 +261,11 @@ def test_the_door_keeps_a_key_out_after_too_many_refusals_for_a_minute(
     door.strike(pair.public, now)
     assert door.site(pair.public) is None and not door.admits(pair.public)
     assert caplog.text.count("site-a") == 2 and len(caplog.records) == 1
-    assert not door.look(now + REFUSALS_S + 1.0)
+    door.look(now + REFUSALS_S + 1.0)
     assert door.admits(pair.public)
     AllowList.path(keys).write_text("no list")
-    assert not door.look(now + 2 * REFUSALS_S) and door.admits(pair.public), "the old list stands"
+    door.look(now + 2 * REFUSALS_S)
+    assert door.admits(pair.public), "the old list stands"
 
 
 def test_the_door_hears_1024_learners_and_no_flood(keys: Path) -> None:
@@ -280,7 +283,7 @@ def test_the_door_hears_1024_learners_and_no_flood(keys: Path) -> None:
     assert heard == 64 * LEARNERS_MAX
     other = new_pair()
     AllowList.allow(keys, "site-b", other.public)
-    assert not door.look(now)
+    door.look(now)
     flood = [door.hears(other.public, lambda: here, now) for _ in range(10_000)]
     assert sum(flood) == CONTROLS_AT_ONCE + CONTROLS_PER_S
     assert door.hears(other.public, lambda: here, now + 1.0)
@@ -318,8 +321,6 @@ def test_too_many_handshakes_of_a_key_are_refused(
     AllowList.allow(keys, "site-a", pair.public)
     door = Door(keys, 0.0)
     assert [door.admits(pair.public) for _ in range(5)] == [True] * 3 + [False] * 2
-    door.reopened()
-    assert door.admits(pair.public), "the broker itself has ended its connections"
 
 
 def test_a_list_that_could_not_be_read_is_read_again_if_need_be_without_connections(
@@ -352,7 +353,7 @@ def test_the_log_names_each_key_that_is_not_admitted_once_a_minute(
 ) -> None:
     door, strangers = Door(keys, 0.0), [new_pair().public for _ in range(2)]
     for now in (0.0, 30.0, 31.0 + REFUSALS_S):
-        assert not door.look(now)
+        door.look(now)
         assert not any(door.admits(key) for key in strangers * 3)
     told = [record.getMessage() for record in caplog.records]
     assert [key in text for text, key in zip(told, strangers * 2, strict=True)] == [True] * 4
@@ -380,7 +381,7 @@ def test_a_key_that_was_admitted_just_now_is_let_in_once_the_loop_has_looked(
     thread = threading.Thread(target=lambda: said.append(door.admits(pair.public)), daemon=True)
     thread.start()
     assert asks.wait(20)
-    assert door.look(1.0) is None, "it gets the lock once the handshake waits"
+    assert door.look(1.0) == (set(), []), "it gets the lock once the handshake waits"
     thread.join(20)
     assert said == [True], "the look did not wake the handshake"
     assert not door.admits(new_pair().public)
@@ -398,14 +399,96 @@ def test_the_host_hears_of_a_site_that_has_no_key_left(keyed: Wire, keys: Path) 
     for name in ("site-a", "site-b"):
         admitted(keyed, keys, name)
     second = admitted(keyed, keys, "site-b")
-    before = keyed.link._control
     AllowList.revoke(keys, "site-b", second.public)
     look(keyed)
-    assert keyed.link._control is not before, "a connection of the revoked key must end"
     assert not keyed.host.cut_off, "it has another one"
     AllowList.revoke(keys, "site-b")
     look(keyed)
     assert keyed.host.cut_off == ["site-b"]
+
+
+ALL_KINDS = Kind.LEARNER_CONTROL, Kind.LEARNER_UPLINK, Kind.LEARNER_DOWNLINK
+
+
+def test_a_revocation_ends_the_connections_of_the_key_and_those_that_said_nothing(
+    keyed: Wire, keys: Path
+) -> None:
+    pairs = {name: admitted(keyed, keys, name) for name in ("site-a", "site-b")}
+    ends: dict[str, list[zmq.Socket[bytes]]] = {}
+
+    def dial(name: str, kind: Kind) -> zmq.Socket[bytes]:
+        """A socket whose connection is up, with one that says when it ends."""
+        socket = keyed.dial(kind, pairs[name.removeprefix("silent ")])
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        end = socket.get_monitor_socket(events)
+        keyed.until(lambda: end.poll(0), "a handshake")
+        end.recv_multipart()
+        ends.setdefault(name, []).append(end)
+        return socket
+
+    for name in pairs:
+        control, uplink, downlink = (dial(name, kind) for kind in ALL_KINDS)
+        control.send_multipart([b"a", b"b"])
+        keyed.receive(uplink)  # The broker's subscription.
+        uplink.send_multipart([b"u/00", b"header", b"payload"])
+        downlink.setsockopt(zmq.SUBSCRIBE, b"p/00")
+    host = keyed.host
+    keyed.until(
+        lambda: len(host.controls) == len(host.datas) == host.fan_out == 2, "what they have said"
+    )
+    dial("silent site-b", Kind.LEARNER_UPLINK)
+    dial("silent site-b", Kind.LEARNER_DOWNLINK)
+    AllowList.revoke(keys, "site-b")
+    look(keyed)
+    gone = ends["site-b"] + ends["silent site-b"]
+    keyed.until(lambda: all(end.poll(0) for end in gone), "the ends of its connections")
+    assert keyed.link.data("p/00", b"header", b"payload")
+    assert keyed.receive(keyed.clients[2])[0] == b"p/00"
+    assert not any(end.poll(0) for end in ends["site-a"]), "nobody else is cut"
+    assert not keyed.clients[5].poll(0)
+    for end in (*gone, *ends["site-a"]):
+        end.close(linger=0)
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_a_connection_whose_message_never_ends_is_closed(
+    open_wire: Wire, kind: Kind, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("narrows.broker.process.connections.UNFINISHED_BYTES_MAX", 1 << 20)
+    wire, part = open_wire, b"\x01\xff" + bytes(255)  # Another frame follows.
+    type_ = {Kind.LEARNER_CONTROL: b"DEALER", Kind.LEARNER_UPLINK: b"XPUB"}.get(kind, b"XSUB")
+    port = wire.link.ports[ALL_KINDS.index(kind)]
+    fine = wire.listen(b"p/00")
+    with tcp.create_connection(("127.0.0.1", port)) as hostile:
+        hostile.setblocking(False)
+        rest = handshake(type_)
+
+        def sends() -> bool:
+            nonlocal rest
+            with suppress(BlockingIOError):
+                rest = rest[hostile.send(rest) :] or part * 1000
+            look(wire)
+            return "no message" in caplog.text
+
+        wire.until(sends, "a look at it")
+        with suppress(BlockingIOError), pytest.raises(OSError):
+            while True:
+                hostile.send(part * 1000)
+    assert "127.0.0.1" in caplog.text
+    wire.until(lambda: wire.host.fan_out == 1, "the listener")
+    assert wire.link.data("p/00", b"header", b"payload") and wire.receive(fine)
+
+
+def test_who_expects_another_brokers_key_is_named_in_the_log(
+    keyed: Wire, keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = admitted(keyed, keys, "site-a")
+    keyed.server = new_pair().public
+    keyed.dial(Kind.LEARNER_CONTROL, pair)
+    keyed.until(lambda: "another broker's key" in caplog.text, "the line")
+    keyed.server = ""
+    keyed.dial(Kind.LEARNER_CONTROL)
+    keyed.until(lambda: "the other has none" in caplog.text, "the line")
 
 
 def test_addresses_that_cannot_be_listened_on_say_what_to_do(open_wire: Wire) -> None:

@@ -1,0 +1,139 @@
+"""The connections of one of the broker's sockets: whose they are, and how one of them is ended.
+
+libzmq has no call that ends a connection. `shutdown` on its descriptor does: from then on the
+kernel carries nothing more, and libzmq finds it closed.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+import zmq
+
+UNFINISHED_BYTES_MAX: Final = 128 << 20
+"""Bytes that may come on a connection before a message is whole. Of one whose messages wait to be
+read there are 40 MiB at most: the queues of its socket and the kernel's."""
+
+BYTES_RECEIVED: Final = slice(128, 136)
+"""Place of tcpi_bytes_received in Linux' struct tcp_info."""
+
+WHY: Final[dict[int, str]] = {
+    zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "the peer expects another broker's key (`narrows keys "
+    "show` prints the right one), or bytes were altered on their way",
+    zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "one side has keys and the other has none",
+}
+
+_log: Final = logging.getLogger("narrows.broker")
+
+
+@dataclass
+class _Known:
+    address: str
+    keys: set[str] = field(default_factory=set[str])
+    """Keys of its messages, "" without keys; empty: none has come. Two: a late message of an
+    earlier connection with the same descriptor was taken for one of this."""
+    heard_bytes: int = 0
+    """Bytes that had come by the look after the last message; -1: one has come since."""
+
+
+class Connections:
+    """The connections of a socket by descriptor."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], watched: zmq.Socket[bytes]) -> None:
+        """Call it before the socket binds."""
+        events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        address = f"inproc://connections-{watched.fileno()}"
+        watched.monitor(address, events)
+        self.monitor = context.socket(zmq.PAIR)
+        # No limit: behind one, libzmq's own threads would wait until somebody reads here.
+        self.monitor.setsockopt(zmq.RCVHWM, 0)
+        self.monitor.connect(address)
+        self._known: dict[int, _Known] = {}
+        self._error = 0
+        """Why the connection that ends next was broken off."""
+        self._early: set[int] = set()
+        """Descriptors whose end was told before their beginning: two threads of libzmq tell."""
+
+    def follow(self) -> None:
+        """Takes in what has become of connections."""
+        while self.monitor.poll(0):
+            event, value = struct.unpack("=HI", self.monitor.recv_multipart()[0])
+            if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                self._error = value
+            elif event == zmq.EVENT_ACCEPTED and value in self._early:
+                self._early.remove(value)
+            elif event == zmq.EVENT_ACCEPTED:
+                self._known[value] = _Known(_address(value))
+            else:
+                self._ended(value)
+
+    def _ended(self, descriptor: int) -> None:
+        known = self._known.pop(descriptor, None)
+        if known is None:
+            self._early.add(descriptor)
+        if self._error:
+            address = known.address if known else "an address that is gone"
+            why = WHY.get(self._error, "the peer speaks something else")
+            text = "a connection from %s was broken off: %s"
+            _log.warning(text, address, why, extra={"kind": why})
+            self._error = 0
+
+    def heard(self, descriptor: int, key: str) -> None:
+        """A message has come. Its connection may have ended meanwhile."""
+        if (known := self._known.get(descriptor)) is not None:
+            known.keys.add(key)
+            known.heard_bytes = -1
+
+    def end(self, is_unwanted: Callable[[set[str]], bool]) -> None:
+        """Ends connections by the keys of their messages. All are known to which the handshake has
+        been granted by now."""
+        self.follow()
+        for descriptor, known in self._known.items():
+            if is_unwanted(known.keys):
+                _end(descriptor)
+
+    def look(self) -> None:
+        """Ends connections on which a message never ends: libzmq keeps its parts in memory."""
+        for descriptor, known in self._known.items():
+            came_bytes = _received_bytes(descriptor)
+            if known.heard_bytes < 0:
+                known.heard_bytes = came_bytes
+            elif came_bytes > known.heard_bytes + UNFINISHED_BYTES_MAX:
+                mib = UNFINISHED_BYTES_MAX >> 20
+                _log.warning("closed: %d MiB and no message from %s", mib, known.address)
+                _end(descriptor)
+
+
+@contextmanager
+def _borrowed(descriptor: int) -> Iterator[socket.socket]:
+    """A descriptor of libzmq as a socket of Python's. It takes no other one, as a duplicate would:
+    strangers may hold all that there are. Raises OSError."""
+    borrowed = socket.socket(fileno=descriptor)
+    try:
+        yield borrowed
+    finally:
+        borrowed.detach()  # Else it would be closed.
+
+
+def _end(descriptor: int) -> None:
+    with suppress(OSError), _borrowed(descriptor) as borrowed:
+        borrowed.shutdown(socket.SHUT_RDWR)
+
+
+def _received_bytes(descriptor: int) -> int:
+    with suppress(OSError), _borrowed(descriptor) as borrowed:
+        info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED.stop)
+        return int.from_bytes(info[BYTES_RECEIVED], "little")
+    return 0
+
+
+def _address(descriptor: int) -> str:
+    with suppress(OSError), _borrowed(descriptor) as borrowed:
+        return str(borrowed.getpeername()[0])
+    return "an address that is gone"
