@@ -311,12 +311,12 @@ def test_step_times_are_medians_on_the_brokers_clock_without_pauses() -> None:
     for _ in range(4):
         desk.pass_(1.0, "a", steps_per_s=10)
     desk.report("a", int(desk.steps["a"]), paused="saving")
-    desk.pass_(60.0)
+    desk.pass_(60.0, "a", paused="saving")
     desk.report("a", int(desk.steps["a"]) + 1)
     desk.now += 1.0
     desk.report("a", int(desk.steps["a"]) + 11)
     assert desk.status["learners"]["a"]["steps_per_s"] == 10.0
-    for steps in range(52, 172, 10):  # A dozen Reports come together after a stall.
+    for steps in range(62, 182, 10):  # A dozen Reports come together after a stall.
         desk.report("a", steps)
     assert desk.status["learners"]["a"]["steps_per_s"] == 10.0
     # A claim of a million steps in a second is one of eight intervals, not the pace.
