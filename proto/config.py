@@ -187,6 +187,18 @@ def _checked(
         raise ConfigError(what, expected=expected, got=got, remedy=remedy) from error
 
 
+def check_output(path: Path, flag: str) -> None:
+    """Raises ConfigError unless `path` can become a file or a folder: its parent must exist, and it
+    must be no folder yet. `flag` is where it was given."""
+    if path.is_dir():
+        raise ConfigError(f"{flag} {path}", expected="a new name or a file", got="a folder")
+    if not path.absolute().parent.is_dir():
+        remedy = f"make the folder first: mkdir -p {path.parent}"
+        raise ConfigError(
+            f"{flag} {path}", expected="a name in a folder that exists", remedy=remedy
+        )
+
+
 @cache
 def _settings(type_: type[msgspec.Struct]) -> Mapping[str, Setting]:
     """Every dotted key of a struct of sections, in the order of declaration."""

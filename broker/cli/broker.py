@@ -7,13 +7,18 @@ import os
 import resource
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
 from typing import Final
 
 from narrows.broker.config import assigned, load_broker
 from narrows.broker.process.service import LimitRepeats, Service, log
+from narrows.broker.store import History
+from narrows.broker.store.history import DATABASE
 from narrows.proto.codec import uncached_advice
+from narrows.proto.config import check_output
+from narrows.proto.errors import ConfigError
 from narrows.proto.messages import Phase
 from narrows.proto.timing import LEAVE_S
 
@@ -28,14 +33,21 @@ def run_broker(
     *,
     events: Path | None = None,
     ready_file: Path | None = None,
+    resume: bool = False,
 ) -> None:
     """Serves until the run has ended or a signal comes. Raises NarrowsError and OSError.
 
     `flags` are settings by dotted key, None for those that were not given; `assignments` are the
-    texts of `--set key=value`, which win.
+    texts of `--set key=value`, which win. With `resume` the state directory must hold a run.
     """
     given = {key: text for key, text in flags.items() if text is not None}
     loaded = load_broker(config, given | assigned(assignments))
+    if events is not None:
+        check_output(events, "--events")
+    if ready_file is not None:
+        check_output(ready_file, "--ready-file")
+    if resume:
+        _need_run(Path(loaded.broker.state_dir))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     log.addFilter(LimitRepeats())
     if advice := uncached_advice():
@@ -62,7 +74,26 @@ def run_broker(
         )  # fmt: skip
     if missing := service.run().missing:
         log.warning("without the final model: %s", "; ".join(missing))
-    log.info("stopped; everything is durable in %s", loaded.broker.state_dir)
+    if service.is_saved:
+        log.info("stopped; everything is durable in %s", loaded.broker.state_dir)
+    else:
+        log.info("stopped")
+
+
+def _need_run(folder: Path) -> None:
+    """Raises ConfigError unless a state directory holds version 0 of a run."""
+    got = "no run"
+    if (folder / DATABASE).exists():
+        with closing(History(folder)) as history:
+            if history.run.layout is not None:
+                return
+        got = "a run without version 0"
+    raise ConfigError(
+        f"{folder}: there is nothing to resume",
+        expected="the state directory of a run that has begun",
+        got=got,
+        remedy="Is its volume mounted? A new run is begun without --resume",
+    )
 
 
 def _stop_on_signals(service: Service) -> None:

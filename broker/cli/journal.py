@@ -18,6 +18,7 @@ from cyclopts import Parameter
 
 from narrows.broker.records import FragmentState
 from narrows.broker.store import History, export_model
+from narrows.proto.config import check_output
 from narrows.proto.errors import ConfigError, ErrorCode, StateError, printable
 from narrows.proto.messages import Layout
 
@@ -34,13 +35,15 @@ def show(directory: Directory, *, last: int = 0, json: bool = False) -> None:
         last: Number of rounds, the newest ones; 0: all.
         json: One JSON object per round.
     """
+    if last < 0:
+        raise ConfigError("--last", expected="a number of rounds, or 0 for all", got=str(last))
     with closing(History(directory)) as history:
         rows = [row for row in history.rounds() if row.round_.version > 0]
         if not json:
             run = history.run
             tokens = run.clock // max(1, run.fragments)
             print(f"run {run.run_id}  {run.phase.value}  {tokens:,} tokens")
-    for row in rows[-last:] if last > 0 else rows:
+    for row in rows[-last:]:  # All of them, if `last` is 0.
         made, published = row.round_, f"{row.digests.published:016x}"
         names = [each.learner for each in made.contributions]
         tokens = sum(each.tokens for each in made.contributions)
@@ -104,6 +107,8 @@ def rollback(directory: Directory, target: Path, *, to: int) -> None:
         target: Folder that does not exist yet; start the broker with it.
         to: Number of the round, as `narrows journal show` prints it.
     """
+    if not target.is_dir():  # A folder that exists is refused below, in better words.
+        check_output(target, "TARGET")
     with closing(History(directory)) as history:
         history.rollback(to, target)
     print(f"{target} holds the run after round {to}: narrows broker --state-dir {target}")
@@ -134,6 +139,7 @@ def _layout(history: History) -> Layout:
 
 
 def _write_model(to: Path, history: History, states: Iterable[FragmentState]) -> None:
+    check_output(to, "the model's file")
     layout, states = _layout(history), list(states)
     if to.resolve().is_relative_to(history.folder.resolve()):
         raise ConfigError(f"{to}", expected="a file outside of the state directory")

@@ -154,9 +154,10 @@ class Host:
         self._perform(now)
         self.finished = self.finished or ev.Finish(())
 
-    def close(self) -> None:
-        """Writes snapshots, so that the next start replays nothing. Called after the workers."""
-        self.pipeline.close()
+    def close(self) -> bool:
+        """Writes snapshots, so that the next start replays nothing; False: not all of them. Called
+        after the workers. Raises StateError if the state directory is gone."""
+        return self.pipeline.close()
 
     def run(self, work: Callable[[], Any], done: Done) -> None:
         """The pool, as pipeline and downlink see it: what `done` decides is performed."""

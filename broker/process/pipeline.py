@@ -40,6 +40,9 @@ SNAPSHOT_VERSIONS: Final = 25
 """Versions of a fragment between two snapshots. A start replays at most so many, and snapshots
 write less than the payloads of two learners do."""
 
+SNAPSHOT_AGAIN_S: Final = 60.0
+"""A snapshot that the disk refused is tried again after this long. Only the next start needs it."""
+
 
 @dataclass
 class _Push:
@@ -80,6 +83,8 @@ class Pipeline:
         self._snapshots: list[int] = []
         """Version of the newest snapshot, per fragment."""
         self._snapshotting = False
+        self._snapshot_at = -math.inf
+        """When a snapshot may be made again, after one that the disk refused."""
 
     @property
     def loaded(self) -> Model:
@@ -173,7 +178,8 @@ class Pipeline:
         self._reach("installed")
         self.syncer.durable(fragment, now)
         self._note_merge(version, now)
-        if version.state.version >= self._snapshots[fragment] + SNAPSHOT_VERSIONS:
+        is_due = version.state.version >= self._snapshots[fragment] + SNAPSHOT_VERSIONS
+        if is_due and now >= self._snapshot_at:
             self._snapshot(version.state)
 
     # -- version 0 and the end
@@ -251,22 +257,27 @@ class Pipeline:
         tokens = recovered.clock // len(table)
         text = f"resumed run {recovered.run_id} at versions {min(model.heads)} to "
         text += f"{max(model.heads)}, {tokens:,} tokens"
-        text += "" if recovered.notes else ": every published version is here"
         self._note(ev.Note("resumed", text, {}))
         return ev.Resumed(
             recovered.layout, model.heads, recovered.clock, dict(recovered.merged),
             recovered.period_s, recovered.phase, dict(recovered.merged_tokens),
         )  # fmt: skip
 
-    def close(self) -> None:
-        """Writes what a start would have to replay. No worker runs any more."""
+    def close(self) -> bool:
+        """Writes what a start would have to replay. No worker runs any more.
+
+        False: a disk has refused that, as a line has said. Raises StateError if the state directory
+        is gone.
+        """
+        self._store.check_folder()
         for state in self.model.states if self.model is not None else ():
             if state.version > self._snapshots[state.fragment]:
                 try:
                     self._store.snapshot(state)
                 except OSError as error:
                     self._warn(f"the next start replays some rounds: {error}")
-                    return
+                    return False
+        return True
 
     # -- time, and what is served
 
@@ -320,7 +331,9 @@ class Pipeline:
 
         def done(result: Any, now: float) -> None:
             self._snapshotting = False
-            if isinstance(result, OSError):  # The next version tries again.
+            if isinstance(result, OSError):
+                # Not at the next version: each try writes a whole state onto a full disk.
+                self._snapshot_at = now + SNAPSHOT_AGAIN_S
                 self._warn(f"no snapshot of fragment {state.fragment}: {result}")
                 return
             result_of(result)

@@ -53,6 +53,8 @@ class Service:
     def __init__(self, config: BrokerConfig, *, events: Path | None) -> None:
         """Binds, opens the state directory, replays. Raises NarrowsError, each with its remedy."""
         self._stop_reason = ""
+        self.is_saved = False
+        """`run` has written everything that a start reads, and a start replays nothing."""
         self._events: EventFile | None = None
         with ExitStack() as undo:
             if events is not None:
@@ -99,7 +101,7 @@ class Service:
             self._workers.drain()
             self._workers.finish(time.monotonic())
             status = self.host.status(time.monotonic())
-            self.host.close()
+            self.is_saved = self.host.close()
             self._record({"event": "final", "status": status})
             return self.host.finished
 

@@ -50,6 +50,14 @@ class DiskFull(OSError):
         super().__init__(f"{file} cannot be written: {error}. {remedy}")
 
 
+class DatabaseBusy(OSError):
+    """Another process holds the database. Nothing has changed; try again later."""
+
+    def __init__(self, file: object, error: object) -> None:
+        who = "another process holds it: sqlite3, or a backup?"
+        super().__init__(f"{file} cannot be written: {error}. {who}")
+
+
 def damaged(file: Path, *, expected: str, got: str) -> StateError:
     """The error for a file of a state directory that is not as it was written."""
     return StateError(

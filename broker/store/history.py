@@ -29,6 +29,9 @@ from narrows.proto.messages import Layout, Phase
 
 DATABASE: Final = "run.db"
 
+PRIMARY_CODE: Final = 0xFF
+"""Bits of an error code of SQLite that name its kind; the others say more."""
+
 Seen = TypeVar("Seen")
 
 
@@ -324,7 +327,7 @@ def row_digest(columns: Sequence[Any], parts: Iterable[Sequence[Any]]) -> str:
 
 @contextmanager
 def database_errors(file: Path) -> Iterator[None]:
-    """Errors of SQLite as DiskFull or StateError."""
+    """Errors of SQLite as DiskFull, DatabaseBusy or StateError."""
     try:
         yield
     except sqlite3.Error as error:
@@ -333,8 +336,11 @@ def database_errors(file: Path) -> Iterator[None]:
         refused = (
             sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE
         )  # fmt: skip
-        if getattr(error, "sqlite_errorcode", None) in refused:
+        code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK)
+        if code in refused:
             raise files.DiskFull(file, error) from error
+        if code & PRIMARY_CODE == sqlite3.SQLITE_BUSY:
+            raise files.DatabaseBusy(file, error) from error
         raise damaged(file, expected="a database that works", got=str(error)) from error
 
 

@@ -38,6 +38,12 @@ from narrows.proto.layout import fingerprint
 from narrows.proto.messages import TOKENS_MAX, Layout, Phase
 from narrows.proto.wire import name_of
 
+LOCK: Final = "lock"
+"""The file that the broker of a state directory holds."""
+
+SQLITE_MAGIC: Final = b"SQLite format 3\0"
+"""The beginning of every database that has content."""
+
 SCHEMA_VERSION: Final = 1
 
 # Digests are 16 hex digits, because SQLite's integers are signed. Rows are the history of the run
@@ -101,7 +107,7 @@ class Store(History):
         self._durable, self._journal, self._keep_history = durable, journal, keep_history
         self._reach, self._lock, self._snapshot_lock = reach, Lock(), Lock()
         with ExitStack() as undo:
-            _take_folder(folder, undo)
+            self._lock_fd = _take_folder(folder, undo)
             with database_errors(folder / DATABASE):
                 self._db = _open(folder, durable)
             undo.callback(self._db.close)
@@ -155,9 +161,11 @@ class Store(History):
     def commit(self, version: Version) -> None:
         """Makes a round durable: payloads first, then its row, in one transaction.
 
-        Raises DiskFull: the round does not exist, and the same call may be made again later.
+        Raises DiskFull or DatabaseBusy: the round does not exist, and the same call may be made
+        again later. Raises StateError if the directory is gone.
         """
         with self._lock:
+            self.check_folder()
             payloads = [each.chunks for each in version.round_.contributions]
             places: Sequence[files.Place | None] = [None] * len(payloads)
             if self._journal:
@@ -166,14 +174,16 @@ class Store(History):
             try:
                 with database_errors(self.file), self._db:
                     self._insert(version, places)
-            except files.DiskFull:
+            except OSError:
                 self._packs.take_back()
                 raise
         self._reach("durable")
 
     def snapshot(self, state: FragmentState) -> None:
         """Keeps the whole state of a durable version, so that a start replays less; then removes
-        what no start needs any more. Raises DiskFull."""
+        what no start needs any more. Raises DiskFull or DatabaseBusy, and StateError if the
+        directory is gone."""
+        self.check_folder()
         # One at a time: a sweep must not meet the file of another snapshot before its row.
         with self._snapshot_lock:
             (key,) = files.write_states(self.folder, [state], durable=self._durable)
@@ -202,6 +212,26 @@ class Store(History):
         query += " WHERE learner = ? AND incarnation = ? AND fragment = ?"
         ((newest,),) = self.query(query, name_of(incarnation), incarnation, fragment)
         return newest or 0
+
+    def check_folder(self) -> None:
+        """Raises StateError if the state directory was removed or replaced while it is in use: the
+        open files take every write, and are gone with the process."""
+        held = os.fstat(self._lock_fd)
+        try:
+            found = (self.folder / LOCK).stat()
+        except OSError as error:
+            got = str(error)
+        else:
+            if (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino):
+                return
+            got = "the lock of another directory"
+        raise StateError(
+            ErrorCode.STATE_DAMAGED,
+            f"{self.folder} was removed or replaced while the broker runs",
+            expected=f"the {LOCK} file that this broker holds",
+            got=got,
+            remedy="Put the directory or a backup back, then start the broker again",
+        )
 
     def close(self) -> None:
         """Gives the directory back; nothing is lost without it."""
@@ -283,31 +313,44 @@ class Store(History):
         )
 
     def _sweep(self) -> None:
-        """Removes the files that no row knows: what a crash left, and what `_forget` dropped."""
+        """Removes the files that no row knows: what a crash left, and what `_forget` dropped.
+
+        Raises StateError where that would be every file of a run.
+        """
         known = {self._packs.path()}
         with database_errors(self.file):
-            for each in self._db.execute("SELECT fragment, version FROM snapshots"):
-                known.add(files.state_path(self.folder, *each))
+            states = self._db.execute("SELECT fragment, version FROM snapshots").fetchall()
             packs = "SELECT DISTINCT pack FROM contributions WHERE pack IS NOT NULL"
             known.update(self._packs.path(pack) for (pack,) in self._db.execute(packs))
+        known.update(files.state_path(self.folder, *each) for each in states)
         # What has another name is somebody else's: a folder of a file system, a copy, a note.
-        for ours in ("packs/*.pack", "fragments/*.safetensors*"):
-            for path in self.folder.glob(ours):
-                if path not in known:
-                    path.unlink(missing_ok=True)
+        ours = ("packs/*.pack", "fragments/*.safetensors*")
+        found = [path for pattern in ours for path in self.folder.glob(pattern)]
+        if not states:
+            # Version 0 is not durable. A seeding that was cut off leaves states of version 0, which
+            # the next one overwrites. Anything else belongs to a run whose database is lost.
+            strange = [path.name for path in found if "-0.safetensors" not in path.name]
+            if strange:
+                got = f"a run without version 0 beside {len(strange)} files, such as {strange[0]}"
+                raise files.damaged(self.file, expected="rows for the files beside it", got=got)
+            return
+        for path in found:
+            if path not in known:
+                path.unlink(missing_ok=True)
 
 
-def _take_folder(folder: Path, undo: ExitStack) -> None:
-    """Makes what is missing of a state directory, and locks it until `undo` is closed. Raises
-    StateError if that cannot be done, or another process has it open."""
+def _take_folder(folder: Path, undo: ExitStack) -> int:
+    """Makes what is missing of a state directory, and locks it until `undo` is closed; the lock's
+    descriptor. Raises StateError if that cannot be done, or another process has it open."""
     try:
         for each in (folder, folder / "packs", folder / "fragments"):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         undo.callback(os.close, fd)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(fd, 0)
         os.write(fd, f"{os.getpid()}\n".encode())
+        return fd
     except BlockingIOError as error:
         raise StateError(
             ErrorCode.STATE_LOCKED,
@@ -326,17 +369,31 @@ def _take_folder(folder: Path, undo: ExitStack) -> None:
         ) from error
 
 
+def _is_database(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(len(SQLITE_MAGIC)) == SQLITE_MAGIC
+
+
 def _open(folder: Path, durable: bool) -> sqlite3.Connection:
     """The database, made if the directory is empty."""
     file = folder / DATABASE
-    new = not file.exists()
-    if new and any(any((folder / each).iterdir()) for each in ("packs", "fragments")):
+    has_run = any(any((folder / each).iterdir()) for each in ("packs", "fragments"))
+    # Before SQLite opens it: of a database without content it would remove the log, too.
+    if has_run and not file.exists():
         raise files.damaged(file, expected="run.db beside packs/ and fragments/", got="no file")
+    if has_run and not _is_database(file):
+        got = f"not a database, {file.stat().st_size} bytes"
+        raise files.damaged(file, expected="the rows of packs/ and fragments/", got=got)
+    # The folder may be one that others can read. SQLite gives its log the mode of the database.
+    os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
+    for each in folder.glob(f"{DATABASE}*"):
+        each.chmod(0o600)
     # In `with db`, the first change begins a transaction: all or nothing.
     db = sqlite3.connect(file, isolation_level="IMMEDIATE", check_same_thread=False)
     (version,) = db.execute("PRAGMA user_version").fetchone()
-    (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    if version != SCHEMA_VERSION and (version or tables):
+    tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master").fetchall()}
+    is_ours = version == SCHEMA_VERSION and "run" in tables
+    if not is_ours and (version or tables):
         raise StateError(
             ErrorCode.STATE_DAMAGED,
             f"{file} is not a state of this release",

@@ -63,6 +63,7 @@ def broker(
     setting: Annotated[list[str], Parameter(name=["--set", "-s"])] | None = None,
     events: Path | None = None,
     ready_file: Path | None = None,
+    resume: bool = False,
 ) -> None:
     """Run the standalone broker, which holds the global model and merges the learners' pushes.
 
@@ -81,6 +82,8 @@ def broker(
         setting: Any setting as KEY=VALUE, for example `--set merge.quorum=2`; repeatable.
         events: File that gets one JSON line per merge and per note.
         ready_file: File that gets the address once the broker serves.
+        resume: Go on with the run in the state directory, and end with an error if there is none,
+            as where a volume is not mounted. For unit files.
     """
     from narrows.broker.cli.broker import run_broker
 
@@ -92,7 +95,7 @@ def broker(
         "run.goal_tokens": goal_tokens,
         "run.seeder": seeder,
     }
-    run_broker(config, flags, setting or (), events=events, ready_file=ready_file)
+    run_broker(config, flags, setting or (), events=events, ready_file=ready_file, resume=resume)
 
 
 def main() -> NoReturn:

@@ -3,6 +3,7 @@ bad bytes, and attempts of somebody with an admitted key; and the process around
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -16,14 +17,22 @@ import pytest
 from learner_cases import LAYOUT, HandLearner, House, begun
 from safetensors.numpy import save_file
 
+from narrows.broker.config import load_broker
 from narrows.broker.process import downlink, pipeline
 from narrows.broker.process.downlink import SPARE_CONNECTIONS, Connection
-from narrows.broker.process.service import KINDS_MAX, REPEATS_MAX, REPEATS_S, LimitRepeats
+from narrows.broker.process.service import (
+    KINDS_MAX,
+    REPEATS_MAX,
+    REPEATS_S,
+    LimitRepeats,
+    Service,
+)
 from narrows.broker.store import Recovered
 from narrows.broker.syncer import events as ev
 from narrows.proto import messages as msg
 from narrows.proto.codec import decode_chunk, encode_values
 from narrows.proto.codec.payload import float_payload
+from narrows.proto.errors import StateError
 from narrows.proto.events import LINES_AT_ONCE, EventFile
 from narrows.proto.wire import pack_layout
 from narrows.proto.workers import Workers
@@ -58,6 +67,62 @@ def test_a_state_that_is_being_fetched_stays_while_the_head_moves_on(house: Hous
     assert late.version == 1
     header = [h for topic, h, _, _ in house.wires.datas if topic.startswith("r/site-a")][-1]
     assert (header.version, header.push_id) == (1, 1), "push 2 is in version 2 only"
+
+
+def test_an_answer_is_of_the_version_that_is_fetched_until_the_publications_after_it_are_gone(
+    house: House,
+) -> None:
+    a, late = begun(house, "site-a")[0], HandLearner(house, "late")
+    late.hello()
+
+    def answered(asked: int) -> int:
+        late.fetch(msg.DataKind.STATE, asked, 0)
+        house.settle()
+        return [h for topic, h, *_ in house.wires.datas if topic.startswith("r/late")][-1].version
+
+    assert answered(0) == 0
+    one_round(house, a)
+    assert answered(1) == 1, "a second copy is made"
+    for _ in range(msg.PUBLICATIONS_KEPT - 1):
+        one_round(house, a)
+        for version in (0, 1):  # A copy that nobody asks for is forgotten.
+            answered(version)
+    head = house.heads[0]
+    assert answered(0) == 0 and answered(head) == 1, "publications lead from it to the head"
+    assert answered(1) == 1, "not that of the head"
+    one_round(house, a)
+    assert answered(head + 1) == head + 1
+
+
+def test_a_layout_of_another_life_is_dropped(house: House) -> None:
+    learner = HandLearner(house, "site-a")
+    learner.hello()
+    epoch, learner.epoch = learner.epoch, "7-00000000"
+    learner.seed()
+    assert house.host.syncer.state.layout is None
+    learner.epoch = epoch
+    learner.seed()
+    assert house.host.syncer.state.layout is not None
+
+
+def test_snapshots_go_on_after_a_full_disk_but_not_at_each_version(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "SNAPSHOT_VERSIONS", 1)
+    (a,) = begun(house, "site-a")
+    full = Mock(side_effect=OSError(errno.ENOSPC, "the disk is full"))
+    with monkeypatch.context() as patch:
+        patch.setattr(house.store, "snapshot", full)
+        for _ in range(3):
+            one_round(house, a)
+        assert full.call_count == 1, "each try writes a whole state onto a full disk"
+        house.wait(pipeline.SNAPSHOT_AGAIN_S, a)
+        one_round(house, a)
+        assert full.call_count == 2
+    house.wait(pipeline.SNAPSHOT_AGAIN_S, a)
+    one_round(house, a)
+    newest = "SELECT max(version) FROM snapshots"
+    assert house.store.query(newest) == [(house.heads[0],)]
 
 
 def test_what_was_decoded_of_a_push_that_is_dropped_does_not_count_for_the_next(
@@ -348,6 +413,28 @@ def test_the_end_is_durable(tmp_path: Path) -> None:
     house.kill()
     house.start()
     assert house.host.syncer.status(house.now)["phase"] == "ended"
+
+
+def test_a_commit_that_is_under_way_at_a_stop_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = {"broker.listen": "tcp://127.0.0.1:0", "broker.state_dir": str(tmp_path / "state")}
+    service, told = Service(load_broker(None, flags), events=None), Mock()
+
+    def turn() -> None:
+        service._workers.run(lambda: "durable", told)
+        service.host.stop("the test stops it", 0.0)
+
+    monkeypatch.setattr(service, "_turn", turn)
+    service.run()
+    assert told.call_args.args[0] == "durable" and service.is_saved
+
+
+def test_nothing_is_said_to_be_durable_in_a_directory_that_is_gone(house: House) -> None:
+    begun(house, "site-a")
+    house.folder.rename(house.folder.with_name("elsewhere"))
+    with pytest.raises(StateError, match="was removed or replaced"):
+        house.host.close()
 
 
 def test_the_events_file_is_bounded_and_a_full_disk_stops_nothing(

@@ -524,6 +524,66 @@ def test_a_database_that_is_none_or_another_ones(stopped: Run, tmp_path: Path) -
     with closing(sqlite3.connect(folder / "run.db")) as db:
         db.execute("CREATE TABLE theirs (x)")
     assert refusal(folder).got == "0"
+    with closing(sqlite3.connect(folder / "run.db")) as db:
+        db.execute("PRAGMA user_version = 1")
+    assert refusal(folder).got == "1", "the number of our schema, and none of our tables"
+
+
+def test_an_empty_or_a_fresh_database_never_costs_the_files_of_a_run(
+    stopped: Run, tmp_path: Path
+) -> None:
+    folder = stopped.folder
+    (folder / "run.db-wal").write_bytes(b"a log, which SQLite would remove")
+    for content in (b"", b"x"):
+        (folder / "run.db").write_bytes(content)
+        assert "run.db" in str(refusal(folder))
+        assert (folder / "run.db-wal").exists()
+    (folder / "run.db-wal").unlink()
+    with closing(Store(tmp_path / "fresh")) as fresh:
+        fresh.recover(1.0)
+    for name in ("run.db", "run.db-wal", "run.db-shm"):
+        (folder / name).unlink(missing_ok=True)
+        if (tmp_path / "fresh" / name).exists():
+            (tmp_path / "fresh" / name).rename(folder / name)
+    assert "a run without version 0 beside" in refusal(folder).got
+
+
+def test_a_database_that_others_hold_is_waited_for(run: Run) -> None:
+    run.store._db.execute("PRAGMA busy_timeout = 1")
+    with closing(sqlite3.connect(run.folder / "run.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        written = pack_bytes(run.folder)
+        with pytest.raises(OSError, match=r"run\.db cannot be written: .*another process holds it"):
+            run.round(0)
+        assert pack_bytes(run.folder) == written
+        other.execute("ROLLBACK")
+    run.round(0)
+    run.starts_again()
+
+
+def test_a_directory_that_was_removed_or_replaced_takes_no_round(tmp_path: Path) -> None:
+    run = Run(tmp_path / "state")
+    run.round(0)
+    copytree(run.folder, tmp_path / "copy")
+    run.folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(StateError, match="was removed or replaced"):
+        run.round(0)
+    (tmp_path / "copy").rename(run.folder)
+    for write in (lambda: run.round(0), lambda: run.store.snapshot(run.head(0))):
+        with pytest.raises(StateError, match="the lock of another directory"):
+            write()
+    run.store.close()
+
+
+def test_the_facts_of_a_run_are_for_its_owner_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    folder.chmod(0o755)  # As a unit file may have made it.
+    with closing(Run(folder).store):
+        files_ = [path for path in folder.iterdir() if path.is_file()]
+        assert {path.name for path in files_} >= {"run.db", "run.db-wal", "lock"}
+        for path in (*files_, folder / "packs", folder / "fragments"):
+            assert path.stat().st_mode & 0o077 == 0, path
 
 
 def test_an_audit_finds_what_is_damaged_and_nothing_else(stopped: Run) -> None:
