@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from acceptance.kit import WAIT_S
 from learner_cases import LAYOUT, HandLearner, House, begun
 from safetensors.numpy import save_file
 
@@ -420,9 +421,15 @@ def test_a_commit_that_is_under_way_at_a_stop_is_told(
 ) -> None:
     flags = {"broker.listen": "tcp://127.0.0.1:0", "broker.state_dir": str(tmp_path / "state")}
     service, told = Service(load_broker(None, flags), events=None), Mock()
+    began = threading.Event()
+
+    def commit() -> str:
+        began.set()
+        return "durable"
 
     def turn() -> None:
-        service._workers.run(lambda: "durable", told)
+        service._workers.run(commit, told)
+        assert began.wait(WAIT_S), "no worker is free"  # What has not begun is dropped.
         service.host.stop("the test stops it", 0.0)
 
     monkeypatch.setattr(service, "_turn", turn)
