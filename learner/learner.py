@@ -216,7 +216,7 @@ class Learner:
 
     @property
     def health(self) -> str:
-        """One word: joining, connected, waiting, offline, refused, final or ended."""
+        """One word: joining, connected, waiting, blocked, offline, refused, final or ended."""
         with self._link.session() as (session, now):
             return session.health(now)
 

@@ -32,7 +32,7 @@ from narrows.proto.events import EventFile
 from narrows.proto.keys import SiteKey, read_site_key
 from narrows.proto.messages import Header, Layout
 from narrows.proto.ports import Done
-from narrows.proto.sockets import Handshake, HandshakeMonitor, Kind, make_socket
+from narrows.proto.sockets import Dial, Kind, needs_ipv6
 from narrows.proto.timing import HEARD_S, LEAVE_S
 from narrows.proto.wire import asked_topic, live_topic
 from narrows.proto.workers import Workers
@@ -41,10 +41,13 @@ FRAMES_PER_TURN: Final = 16
 """Messages that are read from one socket before the training thread may have the lock."""
 LOOK_S: Final = 0.02
 """A training thread that waits looks so often."""
-IDLE_S: Final = 1.0
-"""Longest sleep of the background thread."""
+IDLE_S: Final = 0.25
+"""Longest sleep of the background thread: some troubles are known by what does not come."""
+BLOCKED_S: Final = 10.0
+"""Data that is due and does not move for so long meets a closed port."""
 REDIAL_S: Final = 5.0
-"""A socket that was refused never dials again: all are made anew, with the key file read again."""
+"""A socket that libzmq has given up makes all to be made anew, with the key file read again; so
+often at most."""
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 _log = logging.getLogger("narrows.learner")
@@ -84,7 +87,8 @@ class Link:
         self._error: BaseException | None = None
         """The end of the background thread."""
         self._is_closing = self._is_open = False
-        self._redial_at = math.inf
+        self._dialled_at = -math.inf
+        self._up, self._down = Stall(), Stall()
 
     # Ports of the host.
 
@@ -131,14 +135,16 @@ class Link:
             while not self._host.join(now := time.monotonic()):
                 self._raise()
                 if missing != (what := self._missing()):
-                    missing, tells_at = what, now + HEARD_S
+                    # What hinders a connection is told once it is certain, the rest may pass.
+                    missing, tells_at = what, now + (HEARD_S if session.obstacle is None else 0.0)
                 if now >= tells_at:
                     _log.log(missing[0], "%s", printable(missing[1]))
                     tells_at = math.inf
                 seeding = session.connected and not session.beat.heads
                 # Who waits for version 0 of another learner does so as long as the broker answers.
-                if self._sockets.moved != moved or (seeding and not len(self._host.sender)):
-                    moved_at, moved = now, self._sockets.moved
+                newest = self._sockets.sent + self._sockets.received
+                if newest != moved or (seeding and not len(self._host.sender)):
+                    moved_at, moved = now, newest
                 if now > moved_at + self._join_timeout_s:
                     raise self._unreachable()
                 self._lock.wait(LOOK_S)
@@ -238,7 +244,7 @@ class Link:
             return session.obstacle or session.refusal or BrokerUnreachable(text, remedy=remedy)
         return BrokerUnreachable(
             f"the broker at {broker} answers, but no data moved for {self._join_timeout_s:g} s on"
-            f" {self._sockets.blocked()}",
+            f" {session.blocked or self._sockets.blocked()}",
             remedy="data needs the two ports after control: open them in the firewall",
         )
 
@@ -257,10 +263,14 @@ class Link:
         with self._lock:
             wait_s = self._host.deadline(now := time.monotonic()) - now
         ready = self._sockets.poll(self._workers.wake_fd, max(0.0, min(wait_s, IDLE_S)))
+        # Before the lock: a look at a port that says nothing takes a moment.
+        is_new, error = self._sockets.look(time.monotonic())
         with self._lock:
             now = time.monotonic()  # Within the lock: the session's time never goes back.
-            while self._sockets.monitor.socket in ready and (what := self._sockets.monitor.take()):
-                self._on_handshake(what, now)
+            if is_new:
+                self._host.lost(now)  # Whoever answers now does not know this connection.
+            if is_new or error is not None:
+                self._host.session.obstacle = error
             for frames in self._sockets.receive_control(ready):
                 self._host.control(frames, now)
             self._sockets.follow(self._host.session)
@@ -269,41 +279,53 @@ class Link:
                 self._host.data(frames, now)
             self._workers.finish(now)
             self._host.turn(now)
+            self._tell_blocked(now)
             self._lock.notify_all()
         self._flush()
-        if now >= self._redial_at:
+        if now >= self._dialled_at + REDIAL_S and self._sockets.must_redial(now):
             self._redial()
+
+    def _tell_blocked(self, now: float) -> None:
+        """Names the direction in which data is due and none moves, once, and says when it does."""
+        session, sender, sockets = self._host.session, self._host.sender, self._sockets
+        if session.blocked and not session.connected:
+            return  # The session tells of that outage. After it, this one may go on.
+        # What waits for its turn in the budget is not due.
+        is_due = len(sender) > 0 and (not sender.ready or sender.deadline(now) < now + LOOK_S)
+        up = self._up.look(session.connected and is_due, sockets.sent, now)
+        down = self._down.look(session.awaits_data, sockets.received, now)
+        blocked = sockets.ports(up=up, down=down)
+        if blocked and not session.blocked:
+            self._noted(do.Note(
+                "blocked", f"the broker is heard, but no data has moved for {BLOCKED_S:g} s on"
+                f" {blocked}: open it in the firewall",
+            ))  # fmt: skip
+        elif session.blocked and not blocked:
+            self._noted(do.Note("unblocked", f"data moves on {session.blocked}", warning=False))
+        session.blocked = blocked
 
     def _flush(self) -> None:
         while self._said:
             self._sockets.send_control(self._said.popleft())
 
-    def _on_handshake(self, outcome: Handshake, now: float) -> None:
-        if outcome is Handshake.DISCONNECTED:
-            return
-        self._host.session.obstacle = self._sockets.monitor.error(outcome)
-        if outcome is Handshake.CONNECTED:
-            self._redial_at = math.inf
-            self._host.lost(now)  # Whoever answers now does not know this connection: say Hello.
-        else:
-            self._redial_at = min(self._redial_at, now + REDIAL_S)
-
     def _redial(self) -> None:
         """Makes all sockets anew: keys may have been admitted or changed."""
-        self._redial_at = time.monotonic() + REDIAL_S
         if self._target.key_file is not None:
             try:
                 self._key = read_site_key(self._target.key_file)
             except NarrowsError as error:
                 _log.warning("the key in use stays: %s", error)
+        sent, received = self._sockets.sent, self._sockets.received
         self._sockets.close(linger_s=0.0)
         self._dial()
+        self._sockets.sent, self._sockets.received = sent, received
 
     def _dial(self) -> None:
         # The keys of the broker that the site trusts take turns: one may be the next.
         servers = self._key.servers if self._key else ()
         server = servers[self._dials % len(servers)] if servers else ""
         self._dials += 1
+        self._dialled_at = time.monotonic()
         incarnation = self._host.session.incarnation
         self._sockets = _Sockets(self._target, incarnation, self._key, server)
 
@@ -321,74 +343,113 @@ class Link:
             self._events.write({"event": event, **fields})
 
 
+class Stall:
+    """Tells when something is due and nothing moves. It has no clock of its own."""
+
+    def __init__(self) -> None:
+        self._since, self._moved = -math.inf, -1
+
+    def look(self, is_due: bool, moved: int, now: float) -> bool:
+        """Whether something was due for BLOCKED_S without a change of `moved`, a count."""
+        if not is_due or moved != self._moved:
+            self._since, self._moved = now, moved
+        return now >= self._since + BLOCKED_S
+
+
 class _Sockets:
     """The sockets of one dialling: control at once, data after the first Welcome."""
 
     def __init__(
         self, target: JoinTarget, incarnation: str, key: SiteKey | None, server: str
     ) -> None:
+        """It asks the resolver, which may take seconds."""
         self._address, self._relay = parse_address(target.broker), target.relay
-        self._incarnation = incarnation
-        self._pair, self._server = None if key is None else key.pair, server
+        self._incarnation, self._key, self._server = incarnation, key, server
         self._context: zmq.Context[Socket] = zmq.Context()
         self._poller = zmq.Poller()
-        self._uplinks: list[Socket] = []
-        self._downlinks: list[Socket] = []
+        self._uplinks: list[Dial] = []
+        self._downlinks: list[Dial] = []
         self._heard: set[int] = set()
         """Uplink streams on which the broker has subscribed."""
         self._opened: tuple[int, int, int] | None = None
-        self.moved = 0
-        """Data messages that were sent or have come."""
-        self._control = self._make(Kind.LEARNER_CONTROL, self._address, server)
-        self.monitor = HandshakeMonitor(self._control, target.broker, key)
-        self._poller.register(self.monitor.socket, zmq.POLLIN)
-        self._connect(self._control, self._address)
+        self.sent = self.received = 0
+        """Data messages."""
+        self._unknown: NarrowsError | None = None
+        """A host that does not resolve; until there is a connection."""
+        self._ipv6: dict[str, bool] = {}
+        for address in (self._address, self._relay or self._address):
+            try:
+                self._ipv6[address.host] = needs_ipv6(address)
+            except BrokerUnreachable as error:
+                self._ipv6[address.host], self._unknown = False, error
+        self._control = self._dial(Kind.LEARNER_CONTROL, self._address, server)
 
     def follow(self, session: Session) -> None:
         """Opens the data sockets that the newest Welcome tells of; the same ones stay."""
         wanted = session.ports and (*session.ports, session.settings.streams)
         if not wanted or wanted == self._opened:
             return
-        for socket in (*self._uplinks, *self._downlinks):
-            self._poller.unregister(socket)
-            socket.close(linger=0)
+        for each in self._data:
+            self._poller.unregister(each.socket)
+            self._poller.unregister(each.monitor)
+            each.close()
         self._heard.clear()
         if session.obstacle is None:  # Else another dialling begins, with the ports of the last.
             _log.info("admitted to run %s", session.run_id)
         uplink, downlink, streams = self._opened = wanted
-        host, pair = self._address.host, self._pair
-        nearer = self._relay or Address(host, downlink)
+        nearer = self._relay or Address(self._address.host, downlink)
         # A relay proves with the site's own key that it is of the site.
-        server = pair.public if self._relay and pair else self._server
+        server = self._key.pair.public if self._relay and self._key else self._server
         self._downlinks = [
-            self._make(Kind.LEARNER_DOWNLINK, nearer, server) for _ in range(streams)
+            self._dial(Kind.LEARNER_DOWNLINK, nearer, server) for _ in range(streams)
         ]
-        for stream, socket in enumerate(self._downlinks):
-            socket.setsockopt(zmq.SUBSCRIBE, live_topic(stream).encode())
-            socket.setsockopt(zmq.SUBSCRIBE, asked_topic(self._incarnation, stream).encode())
-            self._connect(socket, nearer)
-        farther = Address(host, uplink)
+        for stream, each in enumerate(self._downlinks):
+            each.socket.setsockopt(zmq.SUBSCRIBE, live_topic(stream).encode())
+            each.socket.setsockopt(zmq.SUBSCRIBE, asked_topic(self._incarnation, stream).encode())
+        farther = Address(self._address.host, uplink)
         self._uplinks = [
-            self._make(Kind.LEARNER_UPLINK, farther, self._server) for _ in range(streams)
+            self._dial(Kind.LEARNER_UPLINK, farther, self._server) for _ in range(streams)
         ]
-        for socket in self._uplinks:
-            self._connect(socket, farther)
+
+    def look(self, now: float) -> tuple[bool, NarrowsError | None]:
+        """Whether control has a connection, the first or another one, and what hinders it. It may
+        take half a second while there is none."""
+        for each in self._data:
+            each.look(now)
+        is_new = self._control.look(now)
+        if is_new:
+            self._unknown = None
+        return is_new, self._unknown or self._control.error(now)
+
+    def must_redial(self, now: float) -> bool:
+        """Whether libzmq has given a socket up, or a host did not resolve. Warns if it is one for
+        data; the session tells the rest."""
+        dead = [each for each in self._data if each.is_dead(now)]
+        for text in sorted({str(each.error(now)) for each in dead}):
+            _log.warning("%s", printable(text))
+        return bool(dead or self._unknown) or self._control.is_dead(now)
 
     def subscribed(self, ready: set[Any]) -> bool:
         """Whether the broker listens on every stream; what is sent before is lost."""
-        for stream, socket in enumerate(self._uplinks):
-            for (change,) in _receive(socket) if socket in ready else ():
+        for stream, uplink in enumerate(self._uplinks):
+            for (change,) in _receive(uplink.socket) if uplink.socket in ready else ():
                 (self._heard.add if change[:1] == b"\x01" else self._heard.discard)(stream)
         return bool(self._uplinks) and len(self._heard) == len(self._uplinks)
 
     def blocked(self) -> str:
         """Names the data port on which nothing moves, after a Welcome."""
+        is_heard = len(self._heard) == len(self._uplinks)
+        return self.ports(up=not is_heard, down=is_heard)
+
+    def ports(self, *, up: bool, down: bool) -> str:
+        """The data ports of these directions, in words."""
         if self._opened is None:
-            return "its data ports"  # They are just being dialled anew.
-        uplink, downlink, streams = self._opened
-        if len(self._heard) < streams:
-            return f"the uplink port {uplink}"
-        return f"the relay at {self._relay}" if self._relay else f"the downlink port {downlink}"
+            return "its data ports" if up or down else ""  # They are just being dialled anew.
+        uplink, downlink, _ = self._opened
+        relay = f"the relay at {self._relay} (is it running?)"
+        nearer = relay if self._relay else f"the downlink port {downlink}"
+        both = (f"the uplink port {uplink}", up), (nearer, down)
+        return " and ".join(name for name, is_named in both if is_named)
 
     def poll(self, wake_fd: int, wait_s: float) -> set[Any]:
         """Waits until something comes, somebody wakes, or the time is over."""
@@ -398,18 +459,23 @@ class _Sockets:
 
     def receive_control(self, ready: set[Any]) -> list[list[bytes]]:
         """Control messages that have come."""
-        return _receive(self._control) if self._control in ready else []
+        return _receive(self._control.socket) if self._control.socket in ready else []
 
     def receive_data(self, ready: set[Any]) -> list[list[bytes]]:
         """Data messages that have come."""
-        found = [each for socket in self._downlinks if socket in ready for each in _receive(socket)]
-        self.moved += len(found)
+        found = [
+            frames
+            for dial in self._downlinks
+            if dial.socket in ready
+            for frames in _receive(dial.socket)
+        ]
+        self.received += len(found)
         return found
 
     def send_control(self, frames: list[bytes]) -> None:
         """Drops the message without a connection: the session says Hello and tells all anew."""
         with suppress(zmq.Again):
-            self._control.send_multipart(frames, zmq.NOBLOCK)
+            self._control.socket.send_multipart(frames, zmq.NOBLOCK)
 
     def send(self, topic: str, header: bytes, payload: bytes) -> bool:
         """False: no room. POLLOUT of an XPUB is always true, so it cannot be waited for."""
@@ -418,26 +484,28 @@ class _Sockets:
             return False
         parts = [topic.encode(), header, payload]
         try:
-            self._uplinks[stream].send_multipart(parts, zmq.NOBLOCK, copy=False)
+            self._uplinks[stream].socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return False
-        self.moved += 1
+        self.sent += 1
         return True
 
     def close(self, linger_s: float) -> None:
         """Closes everything; what was sent has `linger_s` to leave."""
-        self.monitor.close()
-        for socket in (self._control, *self._uplinks, *self._downlinks):
-            socket.close(linger=round(1000 * linger_s))
+        for each in (self._control, *self._data):
+            each.close(linger_s)
         self._context.term()
 
-    def _make(self, kind: Kind, address: Address, server: str) -> Socket:
-        ipv6 = address.host.startswith("[")
-        return make_socket(self._context, kind, pair=self._pair, server=server, ipv6=ipv6)
+    @property
+    def _data(self) -> list[Dial]:
+        return [*self._uplinks, *self._downlinks]
 
-    def _connect(self, socket: Socket, address: Address) -> None:
-        socket.connect(str(address))
-        self._poller.register(socket, zmq.POLLIN)
+    def _dial(self, kind: Kind, address: Address, server: str) -> Dial:
+        ipv6 = self._ipv6[address.host]
+        made = Dial(self._context, kind, address, self._key, server, ipv6=ipv6)
+        for source in (made.socket, made.monitor):
+            self._poller.register(source, zmq.POLLIN)
+        return made
 
 
 def _receive(socket: Socket) -> list[list[bytes]]:

@@ -94,6 +94,9 @@ class Session:
         """A Welcome has come since the last sign that the connection is gone."""
         self.obstacle: NarrowsError | None = None
         """Why nobody answers; set by the owner of the sockets, as far as handshakes tell."""
+        self.blocked = ""
+        """The data ports on which nothing moves though it should; set by the owner of the sockets,
+        too."""
         self._fingerprint = fingerprint(layout)
         self._told: tuple[msg.Held, ...] = ()
         """Copies, as the newest Hello tells them."""
@@ -156,12 +159,22 @@ class Session:
         return self._clock_floor
 
     def health(self, now: float) -> str:
-        """One word: refused, final, ended, offline, joining, waiting or connected."""
+        """One word: refused, final, ended, offline, joining, waiting, blocked or connected."""
         if self.refused or self.ended:
             return "refused" if self.refused else "final" if self.final else "ended"
         if not self.connected:
             return "offline" if self.joined else "joining"
-        return "joining" if not self.joined else "waiting" if self.must_wait(now) else "connected"
+        if self.joined and self.must_wait(now):
+            return "waiting"
+        if self.blocked:
+            return "blocked"
+        return "connected" if self.joined else "joining"
+
+    @property
+    def awaits_data(self) -> bool:
+        """Chunks that lead to the newest version are not here yet, and the broker is."""
+        pulled = [each for part in self.parts for _, each in part.pulled]
+        return self.connected and not all(each.complete for each in pulled)
 
     @property
     def merged_tokens(self) -> int:

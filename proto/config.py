@@ -112,6 +112,12 @@ class Address(NamedTuple):
             # A name may be anywhere; a look-up would make the answer depend on the network.
             return False
 
+    @property
+    def listens_on_ipv6(self) -> bool:
+        """Whether a socket that is bound here needs IPv6: `*` is all interfaces of both kinds, and
+        libzmq takes IPv4 where the kernel has nothing else."""
+        return self.host == "*" or self.host.startswith("[")
+
     def __str__(self) -> str:
         return f"tcp://{self.host}:{self.port}"
 

@@ -1,17 +1,20 @@
-"""ZeroMQ options of every socket, with their reasons, and what a refused handshake looks like.
+"""ZeroMQ options of every socket, with their reasons, and what hinders a socket that dials.
 
-libzmq says that a key was refused only to a socket's monitor, and a refused socket never dials
-again: its owner closes it and makes another one.
+libzmq says that a key was refused, or a message damaged, only to a socket's monitor, and then never
+dials again: the socket's owner closes it and makes another one.
 """
 
 from __future__ import annotations
 
-from enum import Enum, IntEnum
+import math
+import socket as tcp
+from enum import Enum
 from typing import Final
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from narrows.proto.config import Address
 from narrows.proto.errors import BrokerUnreachable, ErrorCode, NarrowsError, Refused
 from narrows.proto.keys import DOMAIN, KeyPair, SiteKey, public_line
 from narrows.proto.messages import CONTROL_BYTES_MAX, CONTROL_UP_BYTES_MAX, PAYLOAD_BYTES_MAX
@@ -119,68 +122,171 @@ def send_buffer_bytes(share_bits_per_s: float, streams: int) -> int:
     return size if share_bits_per_s and size <= 2 << 20 else 0
 
 
-class Handshake(IntEnum):
-    """The outcome of a connection, as a socket's monitor tells it."""
+SURE_S: Final = 1.0
+"""A trouble that lasts for so long is one: a broker that starts again breaks handshakes off, too,
+and a machine that is busy lets a connection wait."""
+PROBE_S: Final = 0.5
+"""A ZeroMQ socket greets at once: whoever has said nothing for so long is none, or stands still."""
 
-    CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
-    REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    """The broker does not admit the key. The socket never dials again: make another one."""
-    MISMATCH = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    """One side has keys and the other has none. The socket never dials again."""
-    BROKEN_OFF = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    """The other side stops, has another key than was expected, or has keys where none was given: it
-    may have closed before a MISMATCH could be seen. The socket dials again, ten times a second:
-    replace it if that goes on."""
-    DISCONNECTED = zmq.EVENT_DISCONNECTED
-    """An admitted connection has ended. The socket dials again."""
+_EVENTS: Final = (
+    zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)  # fmt: skip
+
+_GIVE_KEY: Final = "give your site's key: --key FILE, in Python key= (`narrows keys new` makes one)"
 
 
-class HandshakeMonitor:
-    """Follows the handshakes of a socket that dials."""
+def needs_ipv6(address: Address) -> bool:
+    """Whether a socket that dials this address needs IPv6; a host that has both uses IPv4. It asks
+    the resolver, which takes its time. Raises BrokerUnreachable for an unknown host."""
+    try:
+        found = tcp.getaddrinfo(address.host.strip("[]"), address.port, type=tcp.SOCK_STREAM)
+    except OSError as error:
+        raise BrokerUnreachable(
+            f"the host name {address.host} does not resolve ({error.strerror})",
+            remedy=f"is the address {address} right, and does this machine reach its name server?",
+        ) from error
+    return all(family is tcp.AF_INET6 for family, *_ in found)
 
-    def __init__(self, socket: zmq.Socket[bytes], address: str, key: SiteKey | None) -> None:
-        """Call it before the socket connects. `address` and `key` are for the errors."""
-        self._watched, self._address, self._key = socket, address, key
-        self.socket: zmq.Socket[bytes] = socket.get_monitor_socket(sum(Handshake))
-        """Readable when `take` may have an outcome."""
+
+class Dial:
+    """A socket that dials a port of the broker, and what its monitor tells of the connection.
+
+    Whoever owns it looks whenever `monitor` is readable, and once in a while: some troubles are
+    known by what does not come. Times are seconds on the caller's monotonic clock.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        kind: Kind,
+        address: Address,
+        key: SiteKey | None = None,
+        server: str = "",
+        *,
+        ipv6: bool = False,
+    ) -> None:
+        """With `key` it expects the broker whose public key is `server`."""
+        self._address, self._key = address, key
+        pair = key.pair if key else None
+        self.socket = make_socket(context, kind, pair=pair, server=server, ipv6=ipv6)
+        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(_EVENTS)
         self.connected = False
+        """The handshake has succeeded, and the connection has not ended since."""
+        self.is_silent = False
+        """Somebody takes the connection and says nothing, which a broker that is frozen does."""
+        self._greets_at = self._broken_at = self._dead_at = math.inf
+        """Since when a connection waits for its handshake, handshakes are broken off one after the
+        other, and libzmq has not dialled again after an end."""
+        self._trouble: NarrowsError | None = None
+        """Why there is no connection, as far as handshakes tell."""
+        self._seen: NarrowsError | None = None
+        """The same, as a look at the port has shown."""
+        self.socket.connect(str(address))
 
-    def take(self) -> Handshake | None:
-        """The next outcome that was not taken; None: there is none."""
-        while self.socket.poll(0):
-            event = parse_monitor_message(self.socket.recv_multipart())["event"]
-            outcome, was_connected = Handshake(event), self.connected
-            self.connected = outcome is Handshake.CONNECTED
-            # A handshake that fails ends with DISCONNECTED, too.
-            if was_connected or outcome is not Handshake.DISCONNECTED:
-                return outcome
-        return None
+    def look(self, now: float) -> bool:
+        """Reads what the monitor tells. True: there is a connection, the first or another one."""
+        is_new = False
+        while self.monitor.poll(0):
+            told = parse_monitor_message(self.monitor.recv_multipart())
+            self._take(told["event"], told["value"], now)
+            is_new |= told["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        return is_new
 
-    def close(self) -> None:
-        """Call it before the socket closes."""
-        self._watched.disable_monitor()
-        self.socket.close(linger=0)
+    def _take(self, event: int, value: int, now: float) -> None:
+        match event:
+            case zmq.EVENT_CONNECTED:
+                self._greets_at = now
+            case zmq.EVENT_CLOSED:  # Nobody listens.
+                self._broken_at, self._trouble = math.inf, None
+            case zmq.EVENT_CONNECT_RETRIED:
+                self._greets_at = self._dead_at = math.inf
+            case zmq.EVENT_DISCONNECTED:
+                self.connected, self._dead_at = False, now
+            case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.connected, self._trouble, self._seen = True, None, None
+                self._greets_at = self._broken_at = math.inf
+            case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                self._broken_at = min(self._broken_at, now)
+                if now >= self._broken_at + SURE_S:
+                    self._trouble = self._broken_off()
+            case _:  # A protocol error ends an admitted connection, too.
+                self.connected, self._trouble = False, self._refused(event, value)
 
-    def error(self, outcome: Handshake) -> NarrowsError | None:
-        """The meaning of an outcome for the user, with the remedy; None: nothing is wrong."""
+    def is_dead(self, now: float) -> bool:
+        """Whether libzmq does not dial again, or in vain: another one must take its place."""
+        return self._trouble is not None or now >= self._dead_at + SURE_S
+
+    def error(self, now: float) -> NarrowsError | None:
+        """The trouble of the connection, with the remedy; None: nothing that is certain by now. It
+        may take PROBE_S, once for each connection that says nothing."""
+        if now >= self._greets_at + SURE_S and not self._trouble:
+            self._greets_at = math.inf
+            self._seen = self._probe()
+        if now >= self._dead_at + SURE_S and not self._seen:
+            # Of some damage libzmq says no more than that the connection has ended.
+            return self._trouble or self._altered()
+        return self._trouble or self._seen
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Closes it; what was sent has `linger_s` to leave."""
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=round(1000 * linger_s))
+
+    def _refused(self, event: int, value: int) -> NarrowsError:
         broker, key = f"the broker at {self._address}", self._key
-        give_key = "give your site's key: --key FILE, in Python key= (`narrows keys new` makes one)"
-        if outcome is Handshake.BROKEN_OFF:
-            why, remedy = "as one does that admits only those who have a key", give_key
-            if key is not None:
-                why = f"expected a broker whose key is {' or '.join(key.servers)}"
-                remedy = "compare `narrows keys show` at the broker"
-            remedy = f"{remedy}. Or is that no broker's port?"
-            return BrokerUnreachable(f"{broker} breaks handshakes off ({why})", remedy=remedy)
-        if outcome is Handshake.REFUSED and key:
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and key:
             line = public_line(key.name, key.pair.public)
             message = f"{broker} does not admit the key of {key.name}"
             remedy = f"it never did, or no more. Its operator types: narrows keys allow '{line}'"
-        elif outcome is Handshake.MISMATCH and key:
+        elif value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            return self._altered()
+        elif key:
             message = f"{broker} has no keys, so nobody knows who it is"
             remedy = "its operator gives it keys: narrows broker --keys FOLDER; or join without one"
-        elif outcome is Handshake.MISMATCH:
-            message, remedy = f"{broker} admits only those who have a key", give_key
         else:
-            return None
+            message, remedy = f"{broker} admits only those who have a key", _GIVE_KEY
         return Refused(ErrorCode.KEY_REFUSED, message, remedy=remedy)
+
+    def _altered(self) -> NarrowsError:
+        return BrokerUnreachable(
+            f"bytes of the connection to {self._address} were altered on their way",
+            remedy="it is dialled again. If that repeats: memory and devices along the path",
+        )
+
+    def _broken_off(self) -> NarrowsError:
+        """The other side stops, has another key than was expected, or has keys where none was
+        given: it may have closed before libzmq could see that."""
+        why, remedy = "as one does that admits only those who have a key", _GIVE_KEY
+        if self._key is not None:
+            why = f"expected a broker whose key is {' or '.join(self._key.servers)}"
+            remedy = "compare `narrows keys show` at the broker"
+        return BrokerUnreachable(
+            f"the broker at {self._address} breaks handshakes off ({why})",
+            remedy=f"{remedy}. Or is that no broker's port?",
+        )
+
+    def _probe(self) -> NarrowsError | None:
+        """Looks at the first byte that a plain connection gets: ZMTP's greeting begins with FF."""
+        where = self._address.host.strip("[]"), self._address.port
+        self.is_silent = False
+        try:
+            with tcp.create_connection(where, PROBE_S) as line:
+                line.sendall(b"GET / HTTP/1.0\r\n\r\n")  # Most that wait for somebody answer it.
+                first = line.recv(1)
+        except TimeoutError:
+            self.is_silent = True
+            return BrokerUnreachable(
+                f"{self._address} takes connections and says nothing",
+                remedy="is the broker's process stopped, or does another program listen there?",
+            )
+        except OSError:
+            return None  # It has ended meanwhile.
+        if first == b"\xff":
+            return None
+        return BrokerUnreachable(
+            f"{self._address} answers, but not as a broker does: another program listens there",
+            remedy="`narrows broker` prints its address when it starts",
+        )

@@ -22,11 +22,12 @@ from narrows.broker.process.door import bind, listening_address
 from narrows.proto.config import Address, parse_address
 from narrows.proto.errors import NarrowsError
 from narrows.proto.keys import SiteKey, serve_keys
-from narrows.proto.sockets import Handshake, HandshakeMonitor, Kind, make_socket
+from narrows.proto.sockets import Dial, Kind, make_socket, needs_ipv6
 
 MESSAGES_PER_TURN: Final = 16
 REDIAL_S: Final = 5.0
-"""A socket that was refused never dials again: it is made anew, with the key file read again."""
+"""A socket that libzmq has given up is made anew, with the key file read again; so often at
+most."""
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 _SUBSCRIPTION: Final = re.compile(rb"[\0\1][pr]/.*[0-9]{2}", re.DOTALL)
@@ -45,20 +46,20 @@ class _Upstream:
         self._dials = 0
         self._told: set[str] = set()
         """Troubles since the last connection that stand in the log already."""
-        self._open()
+        self._ipv6 = needs_ipv6(address)
+        self._open(-math.inf)
 
-    def _open(self) -> None:
+    def _open(self, now: float) -> None:
         # The keys of the broker that the site trusts take turns: one may be the next.
-        pair, servers = (self._key.pair, self._key.servers) if self._key else (None, ("",))
-        server, ipv6 = servers[self._dials % len(servers)], self._address.host.startswith("[")
-        self.socket = make_socket(
-            self._context, Kind.RELAY_DOWNLINK, pair=pair, server=server, ipv6=ipv6
+        servers = self._key.servers if self._key else ("",)
+        server = servers[self._dials % len(servers)]
+        self._dials += 1
+        self._dialled_at = now
+        self.dial = Dial(
+            self._context, Kind.RELAY_DOWNLINK, self._address, self._key, server, ipv6=self._ipv6
         )
-        self.monitor = HandshakeMonitor(self.socket, str(self._address), self._key)
-        self._dials, self._redial_at = self._dials + 1, math.inf
-        self.socket.connect(str(self._address))
         for topic in self._topics:
-            self.socket.send(b"\1" + topic)
+            self.dial.socket.send(b"\1" + topic)
 
     def subscribe(self, frame: bytes) -> None:
         """Passes a subscription of the site on, and remembers it for the next dialling."""
@@ -66,34 +67,27 @@ class _Upstream:
             self._topics[frame[1:]] = None
         else:
             self._topics.pop(frame[1:], None)
-        self.socket.send(frame)
+        self.dial.socket.send(frame)
 
     def look(self, now: float) -> None:
-        """Tells the log why the broker refuses, and dials again when that is due."""
-        while (outcome := self.monitor.take()) is not None:
-            if (error := self.monitor.error(outcome)) is not None:
-                self._tell(str(error))
-                self._redial_at = min(self._redial_at, now + REDIAL_S)
-            elif outcome is Handshake.CONNECTED:
-                self._redial_at = math.inf
-                self._told.clear()
-        if now >= self._redial_at:
-            self.close()
+        """Tells the log what hinders the connection, and dials again when that is due."""
+        if self.dial.look(now):
+            self._told.clear()
+        if (error := self.dial.error(now)) is not None:
+            self._tell(str(error))
+        if self.dial.is_dead(now) and now >= self._dialled_at + REDIAL_S:
+            self.dial.close()
             try:
                 self._key = read_key(self._file) if self._file else None
             except NarrowsError as error:
                 self._tell(f"the key in use stays: {error}")
-            self._open()
+            self._open(now)
 
     def _tell(self, text: str) -> None:
         """Some troubles come back ten times a second."""
         if text not in self._told:
             self._told.add(text)
             _log.warning("%s", text)
-
-    def close(self) -> None:
-        self.monitor.close()
-        self.socket.close(linger=0)
 
 
 def relay(
@@ -121,7 +115,7 @@ def relay(
     context: zmq.Context[Socket] = zmq.Context()
     # Whoever holds the site's key is of the site. The relay proves with it that it is, too.
     authenticator = serve_keys(context, lambda public: public == pair.public) if pair else None
-    site = make_socket(context, Kind.RELAY_SITE, pair=pair, ipv6=own.host.startswith("["))
+    site = make_socket(context, Kind.RELAY_SITE, pair=pair, ipv6=own.listens_on_ipv6)
     try:
         port = bind(site, own)
         ups = [_Upstream(context, downlink, site_key, file) for _ in range(told["streams"])]
@@ -137,7 +131,7 @@ def relay(
 def _pass_on(site: Socket, ups: list[_Upstream]) -> None:
     """Waits for messages, a second at most, and passes some of each side on."""
     poller = zmq.Poller()  # Made anew each time: a refused socket is replaced.
-    for socket in (site, *(up.socket for up in ups), *(up.monitor.socket for up in ups)):
+    for socket in (site, *(up.dial.socket for up in ups), *(up.dial.monitor for up in ups)):
         poller.register(socket, zmq.POLLIN)
     poller.poll(1000)
     for first, *more in _received(site):
@@ -145,7 +139,7 @@ def _pass_on(site: Socket, ups: list[_Upstream]) -> None:
         if not more and _SUBSCRIPTION.fullmatch(frame := first.bytes):
             ups[int(frame[-2:]) % len(ups)].subscribe(frame)
     for each in ups:
-        for frames in _received(each.socket):
+        for frames in _received(each.dial.socket):
             site.send_multipart(frames, copy=False)  # A full pipe misses it, and fetches.
         each.look(time.monotonic())
 

@@ -27,12 +27,12 @@ from narrows.proto.errors import (
 )
 from narrows.proto.keys import SiteKey, check_trust, read_site_key
 from narrows.proto.messages import CONTROL_BYTES_MAX, AskStatus, Refuse, Status
-from narrows.proto.sockets import Handshake, HandshakeMonitor, Kind, make_socket
+from narrows.proto.sockets import Dial, Kind, needs_ipv6
 from narrows.proto.units import Size
 from narrows.proto.wire import decode_control, encode_control
 
-BROKEN_OFF_S: Final = 1.0
-"""A broker that breaks handshakes off for so long is not just starting again."""
+LOOK_S: Final = 0.1
+"""Longest time between two looks at a connection that says nothing."""
 
 LEGEND: Final = (
     "heard: time since its last message; logged: tokens that it has trained on since its start;\n"
@@ -86,44 +86,36 @@ def read_key(file: Path) -> SiteKey:
 
 
 def ask_status(broker: str, key: SiteKey | None, *, timeout_s: float) -> dict[str, Any]:
-    """The status map of a broker. Raises ConfigError, Refused, and BrokerUnreachable after
-    `timeout_s`."""
+    """The status map of a broker. Raises ConfigError, Refused, and BrokerUnreachable, after
+    `timeout_s` unless it is certain before."""
     address, until = parse_address(broker), time.monotonic() + timeout_s
     servers = key.servers if key else ("",)
     for server in servers[:-1]:
         # A site trusts two keys while the broker changes its own; with the other one it breaks off.
         with suppress(BrokerUnreachable):
-            return _ask(address, key, server, until, is_last=False)
-    return _ask(address, key, servers[-1], until, is_last=True)
+            return _ask(address, key, server, until)
+    return _ask(address, key, servers[-1], until)
 
 
-def _ask(
-    address: Address, key: SiteKey | None, server: str, until: float, *, is_last: bool
-) -> dict[str, Any]:
+def _ask(address: Address, key: SiteKey | None, server: str, until: float) -> dict[str, Any]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    pair, ipv6 = key.pair if key else None, address.host.startswith("[")
-    reason: NarrowsError | None = None
-    since = math.inf  # The first of the handshakes that were broken off one after the other.
+    error: NarrowsError | None = None
     try:
-        socket = make_socket(context, Kind.LEARNER_CONTROL, pair=pair, server=server, ipv6=ipv6)
-        monitor = HandshakeMonitor(socket, str(address), key)
-        socket.connect(str(address))
+        ipv6 = needs_ipv6(address)
+        dial = Dial(context, Kind.LEARNER_CONTROL, address, key, server, ipv6=ipv6)
         poller = zmq.Poller()
-        for source in (socket, monitor.socket):
+        for source in (dial.socket, dial.monitor):
             poller.register(source, zmq.POLLIN)
-        while (left_s := until - time.monotonic()) > 0:
-            ready = dict(poller.poll(math.ceil(1000 * left_s)))
-            while (outcome := monitor.take()) is not None:
-                reason, now = monitor.error(outcome) or reason, time.monotonic()
-                since = min(since, now) if outcome is Handshake.BROKEN_OFF else math.inf
-                is_over = not is_last or now > since + BROKEN_OFF_S
-                if isinstance(reason, Refused) or (reason and is_over):
-                    raise reason
-                if monitor.connected:
-                    with suppress(zmq.Again):  # The connection is gone already, and comes again.
-                        socket.send_multipart(encode_control(AskStatus()), zmq.NOBLOCK)
-            if socket in ready:
-                said = decode_control(socket.recv_multipart(), CONTROL_BYTES_MAX)
+        while (now := time.monotonic()) < until:
+            ready = dict(poller.poll(math.ceil(1000 * min(LOOK_S, until - now))))
+            if dial.look(now):
+                with suppress(zmq.Again):  # The connection is gone already, and comes again.
+                    dial.socket.send_multipart(encode_control(AskStatus()), zmq.NOBLOCK)
+            error = dial.error(now)
+            if error is not None and not dial.is_silent:
+                raise error
+            if dial.socket in ready:
+                said = decode_control(dial.socket.recv_multipart(), CONTROL_BYTES_MAX)
                 if isinstance(said, Status):
                     return said.status
                 if isinstance(said, Refuse):
@@ -131,7 +123,7 @@ def _ask(
                     raise Refused(ErrorCode(said.code), said.message, **words)
     finally:
         context.destroy(linger=0)
-    raise reason or BrokerUnreachable(
+    raise error or BrokerUnreachable(
         f"{address} did not answer", remedy="is the broker running, and is this its control port?"
     )
 

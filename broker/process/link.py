@@ -84,7 +84,7 @@ class Link:
         return str(Address(self._host, self.ports[0]))
 
     def _open(self, ports: list[int], until: float = 0.0) -> None:
-        ipv6, size = self._host.startswith("["), self._buffer_bytes
+        ipv6, size = Address(self._host, 0).listens_on_ipv6, self._buffer_bytes
         for kind in (Kind.BROKER_CONTROL, Kind.BROKER_UPLINK, Kind.BROKER_DOWNLINK):
             self.sockets.append(
                 make_socket(self._context, kind, pair=self._key, send_buffer_bytes=size, ipv6=ipv6)

@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Final, Literal, NamedTuple, Self, get_args
 
 from acceptance.kit import LOSSLESS, Site, wait_until
+from acceptance.test_keys import Keys
 
 Direction = Literal["up", "down"]
 
@@ -34,6 +35,18 @@ CUTS: Final[list[tuple[int, Direction, int]]] = [
     (CONTROL, "down", 500),
 ]
 """Port, direction, and bytes until the reset: half a fragment, or some reports or beats."""
+
+ALTERED: Final[list[tuple[int, Direction, tuple[int, Direction, int] | None]]] = [
+    (PUBLICATIONS, "down", None),
+    (PUBLICATIONS, "up", (PUBLICATIONS, "down", 500)),
+    (PUSHES, "up", None),
+    (PUSHES, "down", (PUSHES, "up", 500)),
+    (CONTROL, "up", None),
+    (CONTROL, "down", None),
+    (PUBLICATIONS, "down", None),
+]
+"""Port and direction in which a byte is altered, and the reset that makes bytes go there: on a
+standing connection none go up from a learner that listens, nor down to one that pushes."""
 
 RATE_BYTES_S: Final = 4e6 / 8
 LATE_S: Final = 0.5
@@ -69,6 +82,8 @@ class Proxy:
         self.address = f"tcp://{HOST}:{first}"
         self.cuts = 0
         """Connections that `cut_after` has reset."""
+        self.alters: set[tuple[int, Direction]] = set()
+        """Ports and directions in which one byte of what comes next is altered."""
         self.passed: list[Passage] = []
         """Blocks of bytes that have passed, in order."""
         self._carried: Counter[tuple[int, Direction]] = Counter()
@@ -123,6 +138,9 @@ class Proxy:
                 self._flows.wait()
                 allowed = self._fuses.get(key, 1 << 62) - self._carried[key]
                 whole, data = len(data), data[: max(0, allowed)]
+                if data and key in self.alters:
+                    self.alters.remove(key)
+                    data = data[:-1] + bytes([data[-1] ^ 1])
                 sink.sendall(data)
                 self._carried[key] += len(data)
                 self.passed.append(Passage(time.monotonic(), direction, len(data)))
@@ -171,6 +189,30 @@ def test_resets_and_a_black_hole_cost_no_bit(site: Site) -> None:
             learner.kill()
         broker.stop()
     site.check_run("a", "b")
+
+
+def test_an_altered_byte_shuts_nobody_out(site: Site) -> None:
+    """With keys, libzmq ends a session for it, and dials again only from the other end."""
+    keys = Keys(site)
+    for name in ("a", "b"):
+        keys.make(f"{name}.key", name, is_admitted=True)
+    broker = site.broker(keys="keys")
+    with Proxy(site.ports.first) as proxy:
+        a = site.learner("a", seed=1, key=str(site.folder / "a.key"))
+        b = site.learner("b", seed=2, key=str(site.folder / "b.key"), broker=proxy.address)
+        site.contribute("b", count=2)
+        for port, direction, cut in ALTERED:
+            proxy.alters.add((port, direction))
+            if cut is not None:
+                proxy.cut_after(*cut)
+            wait_until(lambda: not proxy.alters, f"{direction} at {port}", broker, a, b)
+            site.contribute("b", count=2)
+            site.adopt("b")
+        for learner in (a, b):
+            learner.kill()
+        broker.stop()
+    assert "were altered on their way" in b.log and "has no keys" not in b.log
+    site.check_copies("a", "b")
 
 
 def wire_bytes(passage: Passage, direction: Direction) -> float:

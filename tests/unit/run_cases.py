@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,25 @@ def broker(folder: Path, **settings: object) -> Iterator[Broker]:
         yield made
     finally:
         made.stop()
+
+
+@contextmanager
+def stranger(says: bytes) -> Iterator[str]:
+    """The address of a program that is no broker: it says this once it is asked, "SSH" unasked."""
+
+    class Talk(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError):
+                if says.startswith(b"SSH"):
+                    self.request.sendall(says)
+                while asked := self.request.recv(4096):
+                    self.request.sendall(says if b"\r\n\r\n" in asked else b"")
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Talk) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"tcp://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
 
 
 def tiny(seed: int = 0) -> nn.Sequential:

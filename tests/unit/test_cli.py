@@ -10,9 +10,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import ClassVar
 from unittest.mock import Mock
 
 import pytest
@@ -20,7 +19,7 @@ import torch
 import zmq
 from acceptance.kit import wait_until
 from learner_cases import House, begun
-from run_cases import broker, tiny, train
+from run_cases import broker, stranger, tiny, train
 from safetensors import safe_open
 
 from narrows import __main__ as command
@@ -45,7 +44,7 @@ from narrows.proto.keys import (
     write_site_key,
 )
 from narrows.proto.messages import Bye, Status
-from narrows.proto.sockets import Handshake, HandshakeMonitor, Kind, make_socket
+from narrows.proto.sockets import Dial, Kind, make_socket
 from narrows.proto.wire import encode_control
 
 HEAVY = {"numpy", "numba", "zmq", "torch", "blosc2"}
@@ -210,31 +209,46 @@ def test_status_without_a_key_says_that_one_is_needed(narrows: Said) -> None:
     )
 
 
-def test_status_waits_for_a_broker_that_stops_and_starts_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Monitor(HandshakeMonitor):
-        """Tells of a handshake that was broken off before those that come."""
-
-        broken_off: ClassVar = [Handshake.BROKEN_OFF]
-
-        def take(self) -> Handshake | None:
-            return self.broken_off.pop() if self.broken_off else super().take()
-
-    monkeypatch.setattr(status, "HandshakeMonitor", Monitor)
-    monkeypatch.setattr(status, "BROKEN_OFF_S", 0.0)
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        port = router.bind_to_random_port("tcp://127.0.0.1")
+def test_status_waits_for_a_broker_that_stops_and_starts_again() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stops, zmq.Context() as context:
+        port = stops.getsockname()[1]
 
         def answer() -> None:
-            peer, *_ = router.recv_multipart()
-            router.send_multipart([peer, *encode_control(Status({"phase": "running"}))])
+            stops.accept()[0].close()
+            stops.close()
+            with context.socket(zmq.ROUTER) as router:
+                router.bind(f"tcp://127.0.0.1:{port}")
+                peer, *_ = router.recv_multipart()
+                router.send_multipart([peer, *encode_control(Status({"phase": "running"}))])
 
         broker = threading.Thread(target=answer, daemon=True)
         broker.start()
         said = status.ask_status(f"tcp://127.0.0.1:{port}", None, timeout_s=30)
         broker.join()
-    assert said == {"phase": "running"} and not Monitor.broken_off
+    assert said == {"phase": "running"}
+
+
+@pytest.mark.parametrize("key", [False, True])
+@pytest.mark.parametrize("says", [b"HTTP/1.0 400 Bad Request\r\n\r\n", b"SSH-2.0-x\r\n", b""])
+def test_status_tells_another_program_from_a_broker_that_says_nothing(
+    narrows: Said, says: bytes, key: bool
+) -> None:
+    more = ["--timeout-s", "600" if says else "3"]
+    if key:
+        write_site_key(Path("a.key"), SiteKey("a", new_pair(), (new_pair().public,)))
+        more += ["--key", "a.key"]
+    with stranger(says) as address:
+        assert narrows.run("status", address, *more) == 4
+    expected = "another program listens there" if says else "takes connections and says nothing"
+    assert expected in narrows.err and address in narrows.err
+
+
+def test_an_unknown_host_is_named_at_once(narrows: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = socket.gaierror(socket.EAI_NONAME, "unknown")
+    monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=unknown))
+    for line in ("status --timeout-s 600", "relay --listen tcp://127.0.0.1:0"):
+        assert narrows.run(*line.split(), "--broker", "tcp://no.invalid:7070") == 4
+        assert "the host name no.invalid does not resolve" in narrows.err
 
 
 def test_the_words_of_a_learner_are_no_markup(
@@ -478,22 +492,30 @@ def test_a_site_hears_each_publication_once(
 @pytest.mark.real
 def test_a_refused_relay_dials_again_with_the_key_that_is_in_the_file_then(tmp_path: Path) -> None:
     server, old, new, file = new_pair(), new_pair(), new_pair(), tmp_path / "site.key"
-    write_site_key(file, SiteKey("site-a", new, (server.public,)))
+    key = SiteKey("site-a", old, (server.public,))
+    write_site_key(file, key)
     with zmq.Context() as context:
         authenticator = serve_keys(context, lambda public: public == new.public)
         downlink = make_socket(context, Kind.BROKER_DOWNLINK, pair=server)
         port = downlink.bind_to_random_port("tcp://127.0.0.1")
         address = parse_address(f"tcp://127.0.0.1:{port}")
-        with closing(
-            _Upstream(context, address, SiteKey("site-a", old, (server.public,)), file)
-        ) as upstream:
-            upstream.subscribe(b"\1p/00")
-            refused = upstream.socket
-            assert upstream.monitor.socket.poll(10_000)
-            upstream.look(now=0.0)
-            upstream.look(now=REDIAL_S - 0.1)
-            assert upstream.socket is refused
-            upstream.look(now=REDIAL_S)
-            assert downlink.poll(10_000) and downlink.recv() == b"\1p/00"
+        upstream = _Upstream(context, address, key, file)
+        upstream.subscribe(b"\1p/00")
+
+        def refused(now: float) -> Dial:
+            dial = upstream.dial
+            while not dial.is_dead(now):
+                assert dial.monitor.poll(10_000)
+                dial.look(now)
+            upstream.look(now)
+            return dial
+
+        assert refused(0.0) is not upstream.dial, "at once, and then every five seconds"
+        file.unlink()
+        write_site_key(file, SiteKey("site-a", new, (server.public,)))
+        assert refused(REDIAL_S - 0.1) is upstream.dial
+        upstream.look(now=REDIAL_S)
+        assert downlink.poll(10_000) and downlink.recv() == b"\1p/00"
+        upstream.dial.close()
         downlink.close(linger=0)
         authenticator.stop()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from acceptance.kit import wait_until
 from msgspec.structs import replace
-from run_cases import Broker, broker, tiny, train
+from run_cases import Broker, broker, stranger, tiny, train
 from torch import nn
 
 from narrows.learner import (
@@ -39,7 +43,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
         done = threading.Event()
         thread = threading.Thread(target=seed.train, args=(done.is_set,))
         thread.start()
-        wait_until(lambda: 1 in seed.versions, "the first versions")
+        wait_until(lambda: min(seed.versions, default=0) >= 1, "the first versions")
         yield made
         done.set()
         thread.join()
@@ -158,6 +162,77 @@ def test_a_blocked_data_port_is_named(
         with pytest.raises(BrokerUnreachable, match=f"the uplink port {closed}"):
             Loop(other.address, "site-a", join_timeout_s=0.5).train()
     assert "sends version 0, with which the run begins" in caplog.messages
+
+
+def test_something_that_is_due_and_does_not_move_for_ten_seconds_is_blocked() -> None:
+    stall, now = link_module.Stall(), 100.0
+    assert not stall.look(True, 0, now) and not stall.look(True, 0, now + 9.9)
+    assert stall.look(True, 0, now + 10.0) and stall.look(True, 0, now + 99.0)
+    assert not stall.look(True, 1, now + 99.0), "it moves"
+    assert not stall.look(False, 1, now + 108.0), "what waits for its turn is not due"
+    assert not stall.look(True, 1, now + 117.0) and stall.look(True, 1, now + 118.0)
+
+
+def test_a_data_port_that_is_closed_in_the_run_is_told_once_and_when_it_is_over(
+    run: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "narrows.learner")
+    monkeypatch.setattr(link_module, "BLOCKED_S", 0.3)
+    closed, state = closed_port(), run.service.host.syncer.state
+    uplink, downlink = state.ports
+    blocked = f"on the uplink port {closed}: open it in the firewall"
+
+    def told(text: str) -> int:
+        return sum(line.endswith(text) for line in caplog.messages)
+
+    def welcomed() -> None:
+        """Has the broker tell its ports anew."""
+        with loop.learner._link._lock:
+            loop.learner._link._host.lost(time.monotonic())
+
+    state.ports = closed, downlink
+    loop = Loop(run.address, "cut")
+    with loop.learner as learner:
+        loop.train_on(lambda: learner.health == "blocked")
+        assert told(blocked) == 1
+        state.ports = uplink, downlink
+        welcomed()
+        loop.train_on(lambda: learner.health == "connected" and learner.stats()["merged_tokens"])
+        assert told(blocked) == 1 and told(f"data moves on the uplink port {uplink}") == 1
+        state.ports = uplink, closed
+        welcomed()
+        loop.train_on(lambda: learner.health == "blocked")
+        assert told(f"on the downlink port {closed}: open it in the firewall") == 1
+        state.ports = uplink, downlink
+        welcomed()
+        loop.train_on(lambda: learner.health == "connected")
+
+
+@pytest.mark.parametrize("what", ["no such host", "another program", "another key"])
+def test_who_cannot_reach_the_broker_is_told_why_at_once_and_at_the_end(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(link_module, "HEARD_S", math.inf)  # What is not certain is told never.
+    with ExitStack() as stack:
+        if what == "no such host":
+            unknown = socket.gaierror(socket.EAI_NONAME, "unknown")
+            monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=unknown))
+            address, words = "tcp://no.invalid:7070", "the host name no.invalid does not resolve"
+        elif what == "another program":
+            address = stack.enter_context(stranger(b"HTTP/1.0 400 Bad Request\r\n\r\n"))
+            words = f"{address} answers, but not as a broker does"
+        else:
+            create_broker_key(tmp_path / "keys")
+            address = stack.enter_context(
+                broker(tmp_path, broker__keys=str(tmp_path / "keys"))
+            ).address
+            words = "expected a broker whose key is"
+        key = SiteKey("site-a", new_pair(), (new_pair().public,), address)
+        write_site_key(tmp_path / "a.key", key)
+        with pytest.raises(BrokerUnreachable, match=words):
+            Loop("", "", key=tmp_path / "a.key", join_timeout_s=4.0).train()
+    (line,) = [each for each in caplog.messages if words in each]
+    assert line.endswith("; trying for 4 s"), caplog.messages
 
 
 def test_the_keys_of_a_broker_that_a_site_trusts_take_turns(

@@ -18,6 +18,7 @@ from narrows.broker.config import load_broker
 from narrows.broker.process.door import TOLD_MAX, Door
 from narrows.broker.process.downlink import Connection
 from narrows.broker.process.link import Link
+from narrows.proto.config import Address, parse_address
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 from narrows.proto.keys import (
     AllowList,
@@ -28,7 +29,7 @@ from narrows.proto.keys import (
     read_broker_key,
 )
 from narrows.proto.messages import LEARNERS_MAX, PAYLOAD_BYTES_MAX
-from narrows.proto.sockets import Handshake, HandshakeMonitor, Kind, make_socket, send_buffer_bytes
+from narrows.proto.sockets import SURE_S, Dial, Kind, make_socket, needs_ipv6, send_buffer_bytes
 from narrows.proto.timing import CONTROLS_AT_ONCE, CONTROLS_PER_S, REFUSALS_MAX, REFUSALS_S
 
 pytestmark = pytest.mark.real
@@ -201,13 +202,12 @@ def test_without_an_authenticator_a_socket_admits_nobody(keyed: Wire, keys: Path
     server = make_socket(context, Kind.BROKER_CONTROL, pair=read_broker_key(keys))
     address = f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}"
     pair = admitted(keyed, keys, "site-a")
-    client = make_socket(context, Kind.LEARNER_CONTROL, pair=pair, server=keyed.server)
-    monitor = HandshakeMonitor(client, address, SiteKey("site-a", pair, (keyed.server,)))
-    client.connect(address)
-    while (outcome := monitor.take()) is None:
-        assert monitor.socket.poll(30_000), "no outcome"
-    assert outcome is not Handshake.CONNECTED
-    monitor.close()
+    key = SiteKey("site-a", pair, (keyed.server,))
+    dial = Dial(context, Kind.LEARNER_CONTROL, parse_address(address), key, keyed.server)
+    while not dial.is_dead(time.monotonic()):
+        assert dial.monitor.poll(30_000), "no outcome"
+        assert not dial.look(time.monotonic())
+    dial.close()
     context.destroy(linger=0)
 
 
@@ -489,6 +489,50 @@ def test_who_expects_another_brokers_key_is_named_in_the_log(
     keyed.server = ""
     keyed.dial(Kind.LEARNER_CONTROL)
     keyed.until(lambda: "the other has none" in caplog.text, "the line")
+
+
+def watched(dial: Dial, until: Callable[[], bool]) -> None:
+    """Looks at what the monitor tells."""
+    while not until():
+        assert dial.monitor.poll(20_000), "the monitor tells of nothing"
+        dial.look(0.0)
+
+
+def test_an_end_after_which_libzmq_does_not_dial_again_is_noticed() -> None:
+    """As after a byte that makes a frame too long: the monitor tells of no failure."""
+    with tcp.create_server(("127.0.0.1", 0)) as server, zmq.Context() as context:
+        address = Address("127.0.0.1", server.getsockname()[1])
+        with closing(Dial(context, Kind.LEARNER_CONTROL, address)) as dial:
+            line, _ = server.accept()
+            with line:
+                line.sendall(handshake(b"ROUTER"))
+                watched(dial, lambda: dial.connected)
+                line.sendall(b"\2" + (1 << 40).to_bytes(8, "big"))
+                watched(dial, lambda: dial.is_dead(SURE_S))
+                assert not dial.is_dead(0.0) and not dial.error(0.0), "it may dial again still"
+                assert "were altered on their way" in str(dial.error(SURE_S))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_a_star_listens_on_both_kinds_of_addresses(host: str) -> None:
+    if host == "[::1]" and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    kinds = Kind.LEARNER_CONTROL, Kind.LEARNER_UPLINK, Kind.LEARNER_DOWNLINK
+    link = Link(load_broker(None, {"broker.listen": "tcp://*:0", "broker.insecure": True}))
+    with closing(link), zmq.Context() as context:
+        for kind, port in zip(kinds, link.ports, strict=True):
+            address = Address(host, port)
+            with closing(Dial(context, kind, address, ipv6=needs_ipv6(address))) as dial:
+                watched(dial, lambda: dial.connected)
+
+
+def test_a_host_with_both_kinds_of_addresses_is_dialled_by_ipv4(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    four, six = [(kind, None, None, "", None) for kind in (tcp.AF_INET, tcp.AF_INET6)]
+    for found, expected in ([four], False), ([six], True), ([six, four, six], False):
+        monkeypatch.setattr(tcp, "getaddrinfo", lambda *_, **__: found)  # noqa: B023
+        assert needs_ipv6(Address("six", 7070)) is expected
 
 
 def test_addresses_that_cannot_be_listened_on_say_what_to_do(open_wire: Wire) -> None:
