@@ -39,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
         done = threading.Event()
         thread = threading.Thread(target=seed.train, args=(done.is_set,))
         thread.start()
-        wait_until(lambda: 1 in seed.versions, "the first versions")
+        wait_until(lambda: max(seed.versions, default=0) > 0, "the first versions")
         yield made
         done.set()
         thread.join()
