@@ -423,15 +423,18 @@ def test_a_revocation_ends_the_connections_of_the_key_and_those_that_said_nothin
         end = socket.get_monitor_socket(events)
         keyed.until(lambda: end.poll(0), "a handshake")
         end.recv_multipart()
+        keyed.clients.append(end)
         ends.setdefault(name, []).append(end)
         return socket
 
+    listeners: list[zmq.Socket[bytes]] = []
     for name in pairs:
         control, uplink, downlink = (dial(name, kind) for kind in ALL_KINDS)
         control.send_multipart([b"a", b"b"])
         keyed.receive(uplink)  # The broker's subscription.
         uplink.send_multipart([b"u/00", b"header", b"payload"])
         downlink.setsockopt(zmq.SUBSCRIBE, b"p/00")
+        listeners.append(downlink)
     host = keyed.host
     keyed.until(
         lambda: len(host.controls) == len(host.datas) == host.fan_out == 2, "what they have said"
@@ -443,11 +446,9 @@ def test_a_revocation_ends_the_connections_of_the_key_and_those_that_said_nothin
     gone = ends["site-b"] + ends["silent site-b"]
     keyed.until(lambda: all(end.poll(0) for end in gone), "the ends of its connections")
     assert keyed.link.data("p/00", b"header", b"payload")
-    assert keyed.receive(keyed.clients[2])[0] == b"p/00"
+    assert keyed.receive(listeners[0])[0] == b"p/00"
     assert not any(end.poll(0) for end in ends["site-a"]), "nobody else is cut"
-    assert not keyed.clients[5].poll(0)
-    for end in (*gone, *ends["site-a"]):
-        end.close(linger=0)
+    assert not listeners[1].poll(0)
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
@@ -486,9 +487,10 @@ def test_who_expects_another_brokers_key_is_named_in_the_log(
     keyed.server = new_pair().public
     keyed.dial(Kind.LEARNER_CONTROL, pair)
     keyed.until(lambda: "another broker's key" in caplog.text, "the line")
-    keyed.server = ""
-    keyed.dial(Kind.LEARNER_CONTROL)
-    keyed.until(lambda: "the other has none" in caplog.text, "the line")
+    with tcp.create_connection(("127.0.0.1", keyed.link.ports[0])) as keyless:
+        # libzmq's own client may close before the broker has seen the difference.
+        keyless.sendall(handshake(b"DEALER"))
+        keyed.until(lambda: "the other has none" in caplog.text, "the line")
 
 
 def watched(dial: Dial, until: Callable[[], bool]) -> None:
