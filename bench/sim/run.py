@@ -461,7 +461,7 @@ class Run:
         self._backup = path.with_name(f"{path.name}-backup")
         self._end_kills = list(plan.end_kills)
         self._waiting: list[Callable[[], None]] = []
-        """What has come to the sockets of a broker that reads its state."""
+        """Messages at the sockets of a broker that reads its state."""
         self._boot(self.world.now)
         self.sites = [Site(self, i, step_s) for i, step_s in enumerate(self.plan.steps_s)]
         for index, site in enumerate(self.sites):
