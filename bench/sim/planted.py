@@ -127,7 +127,7 @@ def forgets_the_end(host: Any) -> None:
 
 
 def ignores_an_interruption(host: Any) -> None:
-    """What an exception broke off is taken for done."""
+    """An exchange that an exception broke off is taken for done."""
     host.session.broken_off = lambda reason, *, decided: None
 
 

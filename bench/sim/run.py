@@ -90,6 +90,8 @@ class Plan:
     weather = Weather(delay_s=0.01)
     crash_share = 0.0
     """Share of the visits of a crash place at which the broker dies."""
+    replays_s: Sequence[float] = (1.0,)
+    """Seconds that a start of the broker may take."""
     full_disk = slow_disk = (0.0, 0.0)
     end_kills: Sequence[float] = ()
     """Kills of the broker, in seconds after the goal is reached."""
@@ -165,6 +167,7 @@ class Draw(Plan):
         self.wild = rng.random() < 0.2
         if rng.random() < 0.2:  # While version 0 is being made.
             self.faults.append((rng.uniform(0.1, 2.5), Run.kill))
+        self.replays_s = (0.2, 0.5, 1.0, 6.0)
         first_s, second_s = rng.uniform(0, 3), rng.uniform(0.5, 5)
         self.end_kills = rng.choice([(), (), (first_s,), (first_s, first_s + second_s)])
         self.interrupted = rng.choice([0.0, 0.0, 0.03])
@@ -297,12 +300,12 @@ class Site:
         island = self.island = Watched(trainee.source, self)
         given = (trainee.layout, island, self, self.pool, world.now)
         host = LearnerHost(self.name, incarnation, *given)
+        host.noted = lambda note: self.reach()
         self.run.spoil(host)
         self.host, self.left = host, False
         host.sender.ready = True
         host.saw = self.run.checkers.saw
         host.adopting = partial(self.run.checkers.adopting, self)
-        host.noted = lambda note: self.reach()
         host.lost(world.now)  # The connection is there at once.
         self._timer(host)
         self._train(host)
@@ -458,7 +461,7 @@ class Run:
         self._backup = path.with_name(f"{path.name}-backup")
         self._end_kills = list(plan.end_kills)
         self._waiting: list[Callable[[], None]] = []
-        """What has come to the sockets of a broker that reads its state."""
+        """Messages at the sockets of a broker that reads its state."""
         self._boot(self.world.now)
         self.sites = [Site(self, i, step_s) for i, step_s in enumerate(self.plan.steps_s)]
         for index, site in enumerate(self.sites):
@@ -558,7 +561,7 @@ class Run:
         for site in self.sites:
             if site.lives:
                 site.broken()
-        replay_s = self.world.rng.choice([0.2, 0.5, 1.0, 6.0])
+        replay_s = self.world.rng.choice(self.plan.replays_s)
         self.world.after(replay_s, partial(self._boot, self.world.now))
 
     # -- wires of the broker
