@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from narrows.proto.errors import ConfigError
 from narrows.proto.messages import CONTROL_BYTES_MAX
 from narrows.proto.wire import ENVELOPE, decode_control, decode_header
 
@@ -19,6 +20,10 @@ def debug(what: Literal["frame"], file: Path, /, *, header: bool = False) -> Non
         file: File with the bytes of one frame: the body of a control message.
         header: The bytes are the header of a data message.
     """
-    body = file.read_bytes()
+    try:
+        body = file.read_bytes()
+    except OSError as error:
+        expected, remedy = "a file with one frame", "Correct the path"
+        raise ConfigError(f"{file}", expected=expected, got=str(error), remedy=remedy) from error
     message = decode_header(body) if header else decode_control([ENVELOPE, body], CONTROL_BYTES_MAX)
     print(msgspec.json.format(msgspec.json.encode(message)).decode())

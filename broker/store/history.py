@@ -284,8 +284,8 @@ class History:
         with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
             folder = Path(scratch) / target.name
             file = folder / DATABASE
-            for each in (folder / "packs", folder / "fragments"):
-                each.mkdir(mode=0o700, parents=True)
+            for each in (folder, folder / "packs", folder / "fragments"):
+                each.mkdir(mode=0o700)
             with database_errors(file), closing(sqlite3.connect(file, isolation_level=None)) as db:
                 self._reader.backup(db)
                 db.execute("PRAGMA foreign_keys = ON")

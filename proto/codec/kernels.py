@@ -12,8 +12,10 @@ from bounds[i] to bounds[i + 1].
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import Final, TypeAlias, TypeVar, cast
+from pathlib import Path
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import numba
 import numpy as np
@@ -53,6 +55,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 Element = TypeVar("Element", bound=np.generic)
 
 _njit: Callable[..., Callable[[object], object]] = numba.njit
+_config: Any = numba.config
 _uncached: set[str] = set()
 
 
@@ -60,16 +63,39 @@ def kernel(function: Function) -> Function:
     """Compiles a strict loop at its first call, and keeps the result on disk if it can."""
     # The numpy error model lets loops with a division vectorise: no check for a zero divisor.
     strict = {"nogil": True, "fastmath": False, "error_model": "numpy"}
+    given = _config.CACHE_DIR
     try:
-        compiled = _njit(cache=True, **strict)(function)
+        # Only while numba chooses the place, so that the user's own functions stay where they are.
+        _config.CACHE_DIR = given or cache_folder()
+        is_cached = bool(_config.CACHE_DIR)
+        compiled = _njit(cache=is_cached, **strict)(function)
     except RuntimeError as error:
         if "cannot cache" not in str(error):
             raise
-        # A folder of our own below /tmp would be worse than none: numba's cache is pickle, and
-        # whoever was there first could have this process run anything.
-        _uncached.add(function.__module__)
+        is_cached = False
         compiled = _njit(**strict)(function)
+    finally:
+        _config.CACHE_DIR = given
+    if not is_cached:
+        _uncached.add(function.__module__)
     return cast(Function, compiled)
+
+
+def cache_folder() -> str:
+    """The user's own folder for compiled code, made if need be; "" if there is none.
+
+    numba's cache is pickle and machine code that runs at the next start, so it is not kept beside
+    the modules nor in any folder that others can write.
+    """
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(home, "narrows", "numba")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except (OSError, RuntimeError):  # A home that cannot be written, or none.
+        return ""
+    is_own = found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    return str(folder.absolute()) if is_own else ""
 
 
 def uncached_advice() -> str:
@@ -77,7 +103,7 @@ def uncached_advice() -> str:
     if not _uncached:
         return ""
     return (
-        "compiled code is not kept: neither the installation nor a home directory can be written. "
+        "compiled code is not kept: ~/.cache/narrows/numba cannot be written, or others can. "
         "Each start compiles anew, some ten seconds of a core; NUMBA_CACHE_DIR may name a folder "
         "that can be written, but by nobody else"
     )

@@ -105,6 +105,7 @@ LOOPBACK = "broker --listen tcp://127.0.0.1:0"
         ("journal rollback locked none/new --to 1", 2, "mkdir -p none"),
         ("journal show locked --last -1", 2, "or 0 for all"),
         (f"{LOOPBACK} --events keys", 2, "got a folder"),
+        ("debug frame none", 2, "a file with one frame"),
         (f"{LOOPBACK} --ready-file none/x", 2, "mkdir -p none"),
         (f"{LOOPBACK} --state-dir new --resume", 2, "got no run"),
         (f"{LOOPBACK} --state-dir locked --resume", 2, "got a run without version 0"),

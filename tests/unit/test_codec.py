@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import random
 import tracemalloc
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -36,6 +39,7 @@ from narrows.proto.codec import (
     encode_push,
     encode_step,
     encode_values,
+    kernels,
     memory,
     piece_scales,
     read_only,
@@ -580,3 +584,29 @@ def test_states_may_be_stored_values_or_no_more_than_a_header_for_zeros() -> Non
     for bad in (np.nan, np.inf, -np.inf):
         payload = head + f32(0.5, bad, 0.25).tobytes()
         assert refused(fragment_of(3), "f32-blosc2", payload) is ErrorCode.NOT_FINITE
+
+
+def test_compiled_code_is_kept_where_its_user_alone_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the next start it is run."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "narrows" / "numba"
+    assert kernels.cache_folder() == str(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o770)
+    assert kernels.cache_folder() == "", "its group can write"
+    folder.chmod(0o700)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert kernels.cache_folder() == "", "somebody else made it"
+    monkeypatch.setattr(kernels, "_uncached", set())
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    monkeypatch.setattr(kernels, "_config", SimpleNamespace(CACHE_DIR=""))
+    njit = Mock()
+    monkeypatch.setattr(kernels, "_njit", njit)
+    kernels.kernel(test_compiled_code_is_kept_where_its_user_alone_can_write)
+    assert njit.call_args.kwargs["cache"] is False and kernels.uncached_advice()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernels.kernel(test_compiled_code_is_kept_where_its_user_alone_can_write)
+    assert njit.call_args.kwargs["cache"] is True
