@@ -1,15 +1,15 @@
-# Every target builds .venv by itself; it needs Python 3.11 or newer (with venv) and make. The last
-# rule says how to do it by hand.
+# Every target builds .venv by itself; it needs Python 3.11 or newer (with venv) and make. By hand:
+# the four commands under .venv/ready, at the end of this file.
 #   make test ARGS="-k fragments"                          more arguments
 #   make demo PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu    torch without CUDA
 PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.13 3.14 3,$(shell command -v python$(v))))
 BIN := .venv/bin
 INSTALL := $(BIN)/pip install --quiet
+LOCK := $(BIN)/uv pip compile --quiet --no-config --universal --python-version 3.11 \
+	--generate-hashes --no-header --no-annotate
 SLOW := $(BIN)/pytest -q --timeout 0 -o faulthandler_timeout=0
 # Without this, `python -m ...` at the root would find our folder `proto` under that name.
 export PYTHONSAFEPATH := 1
-# Compiled code goes with the checkout, instead of filling the user's cache with one of each clone.
-export NUMBA_CACHE_DIR ?= $(CURDIR)/.venv/numba
 # Several processes share the machine, so that more threads in each of them only get in the way.
 export OMP_NUM_THREADS ?= 1
 export NUMBA_NUM_THREADS ?= 1
@@ -37,15 +37,15 @@ slow: .venv/ready  ## SEEDS=2000 of faults, KILLS=500, MINUTES=10 of random fram
 	$(BIN)/narrows bench chaos --kills $(or $(KILLS),500)
 	$(SLOW) tests/acceptance/test_hostile_bytes.py -k random --minutes=$(or $(MINUTES),10)
 	HYPOTHESIS_PROFILE=nightly $(SLOW) -n 2 -m hypothesis
-lock:  ## write constraints.txt anew, from the newest releases that fit
+lock:  ## write the files that pin packages anew, from the newest releases that fit
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/pip install --quiet uv
-	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header \
-		--no-annotate --all-extras pyproject.toml > .venv/all
+	$(INSTALL) uv
+	$(LOCK) --extra dev --output-file .venv/all pyproject.toml
+	printf '%s\n' build pip-audit 'setuptools>=80' | $(LOCK) --output-file .github/tools.txt -
 	sed -n '/^#/p' constraints.txt > .venv/lock
-	awk '/^[a-z]/ {torch = /^(torch==|triton==|cuda-|nvidia-)/} !torch' .venv/all >> .venv/lock
+	awk '/^[^ ]/ {torch = /^(torch=|triton=|cuda-|nvidia-)/} !torch' .venv/all >> .venv/lock
 	sed -n '/^#/p' constraints-torch.txt > .venv/torch
-	sed -n 's/^\(torch==[0-9.]*\).*/\1/p' .venv/all >> .venv/torch
+	sed -nE 's/^((torch=|triton=|cuda-|nvidia-).*) .$$/\1/p' .venv/all >> .venv/torch
 	mv .venv/lock constraints.txt
 	mv .venv/torch constraints-torch.txt
 
@@ -55,7 +55,7 @@ land:  ## run the gate on a fresh clone of HEAD in a fresh environment, and prin
 # The marker comes last: a build that was interrupted is done again.
 .venv/ready: constraints.txt constraints-torch.txt pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(INSTALL) --require-hashes --no-deps --requirement constraints.txt
-	$(INSTALL) --requirement constraints-torch.txt
+	$(INSTALL) --require-hashes --requirement constraints.txt
+	$(INSTALL) --constraint constraints-torch.txt torch
 	$(INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@

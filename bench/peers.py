@@ -56,7 +56,7 @@ PUBLISHED_STEP_S: Final = 0.027
 """Its median step without exchange."""
 
 PINS: Final = {"torchft": "torchft==0.2.0", "hivemind": "hivemind==1.1.12 numpy==1.26.4"}
-"""Requirements of each system beside torch, whose version should be that of constraints.txt."""
+"""Requirements of each system beside torch, whose version constraints-torch.txt has."""
 ENVIRONMENTS: Final = Path.home() / ".cache" / "narrows" / "peers"
 EXCHANGE_S_MAX: Final = 300.0
 LOOK_S: Final = 0.05

@@ -23,12 +23,6 @@ read there are 40 MiB at most: the queues of its socket and the kernel's."""
 BYTES_RECEIVED: Final = slice(128, 136)
 """Place of tcpi_bytes_received in Linux' struct tcp_info."""
 
-WHY: Final[dict[int, str]] = {
-    zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "the peer expects another broker's key (`narrows keys "
-    "show` prints the right one), or bytes were altered on their way",
-    zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "one side has keys and the other has none",
-}
-
 _log: Final = logging.getLogger("narrows.broker")
 
 
@@ -45,9 +39,18 @@ class _Known:
 class Connections:
     """The connections of a socket by descriptor."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], watched: zmq.Socket[bytes]) -> None:
-        """Call it before the socket binds."""
-        events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        watched: zmq.Socket[bytes],
+        *,
+        tells_silent: bool,
+    ) -> None:
+        """Call it before the socket binds. `tells_silent`: the log tells of each connection that
+        ends without a message."""
+        # Never EVENT_HANDSHAKE_FAILED_PROTOCOL: to send it, libzmq overwrites the error number by
+        # which it ends a connection with an altered byte, which then stays open and is not read.
+        events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
         address = f"inproc://connections-{watched.fileno()}"
         watched.monitor(address, events)
         self.monitor = context.socket(zmq.PAIR)
@@ -55,8 +58,7 @@ class Connections:
         self.monitor.setsockopt(zmq.RCVHWM, 0)
         self.monitor.connect(address)
         self._known: dict[int, _Known] = {}
-        self._error = 0
-        """Why the connection that ends next was broken off."""
+        self._tells_silent = tells_silent
         self._early: set[int] = set()
         """Descriptors whose end was told before their beginning: two threads of libzmq tell."""
 
@@ -64,9 +66,7 @@ class Connections:
         """Takes in what has become of connections."""
         while self.monitor.poll(0):
             event, value = struct.unpack("=HI", self.monitor.recv_multipart()[0])
-            if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                self._error = value
-            elif event == zmq.EVENT_ACCEPTED and value in self._early:
+            if event == zmq.EVENT_ACCEPTED and value in self._early:
                 self._early.remove(value)
             elif event == zmq.EVENT_ACCEPTED:
                 self._known[value] = _Known(_address(value))
@@ -77,12 +77,13 @@ class Connections:
         known = self._known.pop(descriptor, None)
         if known is None:
             self._early.add(descriptor)
-        if self._error:
-            address = known.address if known else "an address that is gone"
-            why = WHY.get(self._error, "the peer speaks something else")
-            text = "a connection from %s was broken off: %s"
-            _log.warning(text, address, why, extra={"kind": why})
-            self._error = 0
+        elif self._tells_silent and not known.keys:
+            _log.warning(
+                "a connection from %s ended before its first message: the peer expects another "
+                "broker's key (`narrows keys show` prints the right one), has none, has one that "
+                "is not admitted, or speaks something else",
+                known.address,
+            )
 
     def heard(self, descriptor: int, key: str) -> None:
         """A message has come. Its connection may have ended meanwhile."""

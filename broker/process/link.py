@@ -90,7 +90,12 @@ class Link:
                 make_socket(self._context, kind, pair=self._key, send_buffer_bytes=size, ipv6=ipv6)
             )
         self._control, self._uplink, self._downlink = three = tuple(self.sockets)
-        self._connections = {each: Connections(self._context, each) for each in three}
+        self._connections = {
+            each: Connections(
+                self._context, each, tells_silent=self._key is not None and each is self._control
+            )
+            for each in three
+        }
         self.sockets += [each.monitor for each in self._connections.values()]
         pairs = zip(three, ports, strict=True)
         self.ports = [bind(socket, Address(self._host, port), until) for socket, port in pairs]

@@ -54,58 +54,55 @@ ZERO: Final = np.float32(0)
 Function = TypeVar("Function", bound=Callable[..., object])
 Element = TypeVar("Element", bound=np.generic)
 
-_njit: Callable[..., Callable[[object], object]] = numba.njit
-_config: Any = numba.config
-_uncached: set[str] = set()
+_numba: Any = numba
+_refusals: list[str] = []
+"""Why kernels are not kept on disk, if any is not."""
 
 
 def kernel(function: Function) -> Function:
     """Compiles a strict loop at its first call, and keeps the result on disk if it can."""
     # The numpy error model lets loops with a division vectorise: no check for a zero divisor.
     strict = {"nogil": True, "fastmath": False, "error_model": "numpy"}
-    given = _config.CACHE_DIR
+    given = _numba.config.CACHE_DIR
     try:
-        # Only while numba chooses the place, so that the user's own functions stay where they are.
-        _config.CACHE_DIR = given or cache_folder()
-        is_cached = bool(_config.CACHE_DIR)
-        compiled = _njit(cache=is_cached, **strict)(function)
-    except RuntimeError as error:
-        if "cannot cache" not in str(error):
-            raise
-        is_cached = False
-        compiled = _njit(**strict)(function)
+        # Set for this kernel alone: a program that trains may have kernels of its own.
+        folder = _numba.config.CACHE_DIR = given or str(own_folder())
+        compiled = _numba.njit(cache=True, **strict)(function)
+        # Where numba cannot write the folder, it goes on to the one beside the module.
+        if str(compiled.stats.cache_path).startswith(folder):
+            return cast(Function, compiled)
+        _refusals.append(f"{folder} cannot be written")
+    # numba raises RuntimeError where it finds no folder at all; a loop has no `stats` where it is
+    # not to be compiled. What else is wrong is raised below as well.
+    except (OSError, RuntimeError, AttributeError) as error:
+        _refusals.append(str(error))
     finally:
-        _config.CACHE_DIR = given
-    if not is_cached:
-        _uncached.add(function.__module__)
-    return cast(Function, compiled)
+        _numba.config.CACHE_DIR = given
+    return cast(Function, _numba.njit(**strict)(function))
 
 
-def cache_folder() -> str:
-    """The user's own folder for compiled code, made if need be; "" if there is none.
+def own_folder() -> Path:
+    """The user's own folder for compiled kernels, made if need be.
 
-    numba's cache is pickle and machine code that runs at the next start, so it is not kept beside
-    the modules nor in any folder that others can write.
+    numba executes what it finds there (pickle, machine code). So this user owns the folder and the
+    two above it, and nobody else may write them. Raises OSError if that is not so.
     """
-    try:
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = Path(home, "narrows", "numba")
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")).absolute()
+    for folder in (base, base / "narrows", base / "narrows" / "numba"):
+        folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.stat()
-    except (OSError, RuntimeError):  # A home that cannot be written, or none.
-        return ""
-    is_own = found.st_uid == os.geteuid() and not found.st_mode & 0o022
-    return str(folder.absolute()) if is_own else ""
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise PermissionError(f"others own or may write {folder}")
+    return folder
 
 
 def uncached_advice() -> str:
     """The advice to a user whose kernels cannot be kept on disk; "" if they can."""
-    if not _uncached:
+    if not _refusals:
         return ""
     return (
-        "compiled code is not kept: ~/.cache/narrows/numba cannot be written, or others can. "
-        "Each start compiles anew, some ten seconds of a core; NUMBA_CACHE_DIR may name a folder "
-        "that can be written, but by nobody else"
+        f"compiled code is not kept: {_refusals[0]}. Each start compiles anew, some ten seconds of "
+        "a core; NUMBA_CACHE_DIR may name a folder that can be written, but by nobody else"
     )
 
 

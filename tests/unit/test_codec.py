@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import random
 import tracemalloc
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -586,27 +583,48 @@ def test_states_may_be_stored_values_or_no_more_than_a_header_for_zeros() -> Non
         assert refused(fragment_of(3), "f32-blosc2", payload) is ErrorCode.NOT_FINITE
 
 
-def test_compiled_code_is_kept_where_its_user_alone_can_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# The folder of compiled kernels: what lies there is executed, so it is this user's alone.
+
+
+FOLDERS = (".", "narrows", "narrows/numba")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache directory, not yet there."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("numba.config.CACHE_DIR", "")
+    return tmp_path / ".cache"
+
+
+def test_kernels_are_kept_in_a_folder_of_this_user_alone(cache: Path) -> None:
+    compiled: Any = kernels.kernel(lambda: 2)
+    assert str(compiled.stats.cache_path).startswith(f"{cache}/narrows/numba/")
+    assert [(cache / name).stat().st_mode & 0o777 for name in FOLDERS] == [0o700] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "other"),
+    [
+        *((name, mode, 0) for name in FOLDERS for mode in (0o770, 0o707)),
+        (".", 0o700, 1),
+    ],
+)
+def test_a_folder_that_others_own_or_may_write_is_refused(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, name: str, mode: int, other: int
 ) -> None:
-    """At the next start it is run."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = tmp_path / "narrows" / "numba"
-    assert kernels.cache_folder() == str(folder)
-    assert folder.stat().st_mode & 0o777 == 0o700
-    folder.chmod(0o770)
-    assert kernels.cache_folder() == "", "its group can write"
-    folder.chmod(0o700)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-        assert kernels.cache_folder() == "", "somebody else made it"
-    monkeypatch.setattr(kernels, "_uncached", set())
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    monkeypatch.setattr(kernels, "_config", SimpleNamespace(CACHE_DIR=""))
-    njit = Mock()
-    monkeypatch.setattr(kernels, "_njit", njit)
-    kernels.kernel(test_compiled_code_is_kept_where_its_user_alone_can_write)
-    assert njit.call_args.kwargs["cache"] is False and kernels.uncached_advice()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kernels.kernel(test_compiled_code_is_kept_where_its_user_alone_can_write)
-    assert njit.call_args.kwargs["cache"] is True
+    (kernels.own_folder().parents[1] / name).chmod(mode)
+    monkeypatch.setattr("os.geteuid", lambda: cache.stat().st_uid + other)
+    with pytest.raises(PermissionError, match=f"others own or may write {cache / name}$"):
+        kernels.own_folder()
+
+
+@pytest.mark.parametrize("given", ["", f"{__file__}/below"])
+def test_without_a_folder_nothing_is_kept(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not beside the module either, where numba goes on to."""
+    monkeypatch.setenv("XDG_CACHE_HOME", __file__)
+    monkeypatch.setattr("numba.config.CACHE_DIR", given)
+    monkeypatch.setattr(kernels, "_refusals", [])
+    compiled: Any = kernels.kernel(lambda: 2)
+    assert compiled.stats.cache_path is None and __file__ in kernels.uncached_advice()

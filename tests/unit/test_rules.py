@@ -219,3 +219,9 @@ def test_no_line_of_a_document_is_too_long() -> None:
 def test_the_table_of_error_codes_is_that_of_the_code() -> None:
     rows = [[f"`{each}`", each.meaning, each.remedy or "as the message says"] for each in ErrorCode]
     assert [*tables("code", (ROOT / "docs" / "operations.md").read_text())] == rows
+
+
+def test_actions_are_named_by_their_commit() -> None:
+    for path in ROOT.glob(".github/workflows/*.yml"):
+        used = re.findall(r"uses: (.*)", path.read_text())
+        assert used and all(re.fullmatch(r"\S+@[0-9a-f]{40}  # v\S+", each) for each in used), path
