@@ -199,9 +199,10 @@ def check_output(path: Path, flag: str) -> None:
     if path.is_dir():
         raise ConfigError(f"{flag} {path}", expected="a new name or a file", got="a folder")
     if not path.absolute().parent.is_dir():
-        remedy = f"make the folder first: mkdir -p {path.parent}"
         raise ConfigError(
-            f"{flag} {path}", expected="a name in a folder that exists", remedy=remedy
+            f"{flag} {path}",
+            expected="a name in a folder that exists",
+            remedy=f"make the folder first: mkdir -p {path.parent}",
         )
 
 

@@ -340,9 +340,12 @@ def _check_writers(path: Path, found: os.stat_result) -> None:
     folder. With the sticky bit a folder keeps the files of each user from the others."""
     what, mode, user = f"{path}: others may admit keys", found.st_mode, os.geteuid()
     if found.st_uid not in (user, 0):
-        expected, remedy = f"a file or folder of user {user} or root", f"chown {user} {path}"
-        remedy += "; or type the command as the user of the broker"
-        raise ConfigError(what, expected=expected, got=f"user {found.st_uid}", remedy=remedy)
+        raise ConfigError(
+            what,
+            expected=f"a file or folder of user {user} or root",
+            got=f"user {found.st_uid}",
+            remedy=f"chown {user} {path}; or type the command as the user of the broker",
+        )
     is_sticky = stat.S_ISDIR(mode) and mode & stat.S_ISVTX
     if mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky:
         expected, got = "write permission for its owner alone", f"mode {stat.S_IMODE(mode):04o}"
