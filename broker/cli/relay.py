@@ -2,7 +2,7 @@
 
 One XPUB faces the site, one XSUB per stream faces the broker. A subscription goes up on the XSUB of
 its last two digits; messages come down unread. Control and uplink of the learners go straight to
-the broker. Digests show a relay's accidents, not its forgeries: the site trusts whoever runs it.
+the broker. Beats do not pass it and tell the digests of copies, so what it alters is noticed.
 """
 
 from __future__ import annotations
