@@ -489,6 +489,28 @@ def test_who_expects_another_brokers_key_is_named_in_the_log(
     keyed.until(lambda: "another broker's key" in caplog.text, "the line")
 
 
+def test_who_goes_before_its_message_is_read_is_not_taken_for_silent(
+    keyed: Wire, keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `narrows status` does while the broker stands still."""
+    pair = admitted(keyed, keys, "site-a")
+    control = keyed.dial(Kind.LEARNER_CONTROL, pair)
+    keyed.clients.remove(control)
+    control.send_multipart([b"a", b"b"])  # It waits for the connection.
+    control.close(linger=20_000)
+    (connections,) = (each for each in keyed.link._connections.values() if each._tells_silent)
+    deadline = time.monotonic() + 20
+    while not connections._silent:
+        assert time.monotonic() < deadline, "the connection does not end"
+        connections.follow()
+        connections.monitor.poll(10)
+    connections.look()
+    keyed.until(lambda: keyed.host.controls, "its message")
+    for _ in range(2):
+        look(keyed)
+    assert "before its first message" not in caplog.text
+
+
 def watched(dial: Dial, until: Callable[[], bool]) -> None:
     """Looks at what the monitor tells."""
     while not until():
