@@ -34,6 +34,8 @@ class _Known:
     earlier connection with the same descriptor was taken for one of this."""
     heard_bytes: int = 0
     """Bytes that had come by the look after the last message; -1: one has come since."""
+    has_waited: bool = False
+    """A look has met it after its end without a message."""
 
 
 class Connections:
@@ -59,6 +61,8 @@ class Connections:
         self.monitor.connect(address)
         self._known: dict[int, _Known] = {}
         self._tells_silent = tells_silent
+        self._silent: dict[int, _Known] = {}
+        """By descriptor: those that have ended without a message, as far as was read by now."""
         self._early: set[int] = set()
         """Descriptors whose end was told before their beginning: two threads of libzmq tell."""
 
@@ -78,16 +82,14 @@ class Connections:
         if known is None:
             self._early.add(descriptor)
         elif self._tells_silent and not known.keys:
-            _log.warning(
-                "a connection from %s ended before its first message: the peer expects another "
-                "broker's key (`narrows keys show` prints the right one), has none, has one that "
-                "is not admitted, or speaks something else",
-                known.address,
-            )
+            self._silent.setdefault(descriptor, known)
 
     def heard(self, descriptor: int, key: str) -> None:
         """A message has come. Its connection may have ended meanwhile."""
-        if (known := self._known.get(descriptor)) is not None:
+        if descriptor not in self._known:
+            self.follow()
+        known = self._known.get(descriptor) or self._silent.pop(descriptor, None)
+        if known is not None:
             known.keys.add(key)
             known.heard_bytes = -1
 
@@ -100,7 +102,8 @@ class Connections:
                 _end(descriptor)
 
     def look(self) -> None:
-        """Ends connections on which a message never ends: libzmq keeps its parts in memory."""
+        """Ends connections on which a message never ends: libzmq keeps its parts in memory. Tells
+        of those that have ended without one."""
         for descriptor, known in self._known.items():
             came_bytes = _received_bytes(descriptor)
             if known.heard_bytes < 0:
@@ -109,6 +112,16 @@ class Connections:
                 mib = UNFINISHED_BYTES_MAX >> 20
                 _log.warning("closed: %d MiB and no message from %s", mib, known.address)
                 _end(descriptor)
+        for descriptor, known in list(self._silent.items()):
+            if known.has_waited:
+                del self._silent[descriptor]
+                _log.warning(
+                    "a connection from %s ended before its first message: the peer expects another "
+                    "broker's key (`narrows keys show` prints the right one), has none, has one "
+                    "that is not admitted, or speaks something else",
+                    known.address,
+                )
+            known.has_waited = True  # Its message may still wait behind those of others.
 
 
 @contextmanager

@@ -386,8 +386,9 @@ def _open(folder: Path, durable: bool) -> sqlite3.Connection:
         raise files.damaged(file, expected="the rows of packs/ and fragments/", got=got)
     # The folder may be one that others can read. SQLite gives its log the mode of the database.
     os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
-    for each in folder.glob(f"{DATABASE}*"):
-        each.chmod(0o600)
+    for each in (file, folder / f"{DATABASE}-wal", folder / f"{DATABASE}-shm"):
+        if each.exists():
+            each.chmod(0o600)
     # In `with db`, the first change begins a transaction: all or nothing.
     db = sqlite3.connect(file, isolation_level="IMMEDIATE", check_same_thread=False)
     (version,) = db.execute("PRAGMA user_version").fetchone()

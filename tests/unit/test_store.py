@@ -579,11 +579,13 @@ def test_the_facts_of_a_run_are_for_its_owner_alone(tmp_path: Path) -> None:
     folder = tmp_path / "state"
     folder.mkdir()
     folder.chmod(0o755)  # As a unit file may have made it.
+    (folder / "run.db.copies").mkdir(mode=0o755)
     with closing(Run(folder).store):
         files_ = [path for path in folder.iterdir() if path.is_file()]
         assert {path.name for path in files_} >= {"run.db", "run.db-wal", "lock"}
         for path in (*files_, folder / "packs", folder / "fragments"):
             assert path.stat().st_mode & 0o077 == 0, path
+    assert (folder / "run.db.copies").stat().st_mode & 0o777 == 0o755, "it is somebody else's"
 
 
 def test_an_audit_finds_what_is_damaged_and_nothing_else(stopped: Run) -> None:
