@@ -83,7 +83,8 @@ def run_broker(
 def _need_run(folder: Path) -> None:
     """Raises ConfigError unless a state directory holds version 0 of a run."""
     got = "no run"
-    if (folder / DATABASE).exists():
+    file = folder / DATABASE
+    if file.exists() and file.stat().st_size:
         with closing(History(folder)) as history:
             if history.run.layout is not None:
                 return

@@ -146,8 +146,8 @@ class Service:
 class LimitRepeats(logging.Filter):
     """Lets a few lines of each kind pass in a minute; then the next one tells how many it hid.
 
-    A kind is the message before its arguments, or the record's `kind` where it has one. Lines of
-    more than KINDS_MAX kinds are hidden.
+    A kind is the message before its arguments, or the record's `kind` where it has one. Beyond
+    KINDS_MAX kinds its first word alone tells them apart.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -165,9 +165,11 @@ class LimitRepeats(logging.Filter):
                 record.msg, record.args = text, ()
             self._since_s, self._hidden = now, 0
             self._seen.clear()
-        if kind in self._seen or len(self._seen) < KINDS_MAX:
-            self._seen[kind] += 1
-        passes = record.levelno >= logging.ERROR or 0 < self._seen[kind] <= REPEATS_MAX
+        if kind not in self._seen and len(self._seen) >= KINDS_MAX:
+            # One kind for all peers: a thousand names must not hide that the disk is full.
+            kind = kind.partition(" ")[0]
+        self._seen[kind] += 1
+        passes = record.levelno >= logging.ERROR or self._seen[kind] <= REPEATS_MAX
         self._hidden += not passes
         return passes
 

@@ -219,7 +219,7 @@ class Store(History):
         held = os.fstat(self._lock_fd)
         try:
             found = (self.folder / LOCK).stat()
-        except OSError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             got = str(error)
         else:
             if (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino):

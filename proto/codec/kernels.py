@@ -92,7 +92,7 @@ def own_folder() -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.stat()
         if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise PermissionError(f"others own or may write {folder}")
+            raise PermissionError(f"others own or may write {folder}: chmod go-w {folder}")
     return folder
 
 

@@ -616,7 +616,9 @@ def test_a_folder_that_others_own_or_may_write_is_refused(
 ) -> None:
     (kernels.own_folder().parents[1] / name).chmod(mode)
     monkeypatch.setattr("os.geteuid", lambda: cache.stat().st_uid + other)
-    with pytest.raises(PermissionError, match=f"others own or may write {cache / name}$"):
+    with pytest.raises(
+        PermissionError, match=f"others own or may write {cache / name}: chmod go-w"
+    ):
         kernels.own_folder()
 
 
