@@ -278,12 +278,13 @@ class FragmentSession:
 
     def _settle(self) -> None:
         """The push, if there is one, is over: a version holds it, or its work is overwritten."""
-        tokens = self.push.tokens if self.push else 0
-        if self.pushed is Pushed.MERGED:
+        tokens, merged = self.push.tokens if self.push else 0, self.pushed is Pushed.MERGED
+        # First: an exception that came behind the count would have it counted twice.
+        self.push, self.pushed = None, Pushed.NONE
+        if merged:
             self.merged_tokens += tokens
         else:
             self.lost_tokens += tokens
-        self.push, self.pushed = None, Pushed.NONE
 
     def new_epoch(self, settings: msg.RunSettings, *, go_back: bool) -> None:
         """Another life of the broker: forgets what was on its way, because chunks may be cut anew.

@@ -107,7 +107,8 @@ class Session:
         self._heard_at = self._data_at = self._beat_at = self._moved_at = now
         self._refused_since = math.inf
         self._abreast_at = math.inf
-        """When a Beat last told a head that is here; infinite: there is nothing to be late."""
+        """When a Beat last told a head that is here, or came after a silence; infinite: there is
+        nothing to be late."""
         self._hello_due = math.inf
         """Before the first connection nobody hears a Hello: it would wait, and be said twice."""
         self._report_at = -math.inf
@@ -259,6 +260,7 @@ class Session:
         if beat.epoch != self.epoch or len(beat.heads) not in (0, len(self.parts)):
             self.connected = False  # Another life of the broker, which has not met us.
             return
+        was_away = now >= self._beat_at + timing.SILENT_S
         self.beat, self._beat_at = beat, now
         self.heard_ending = self.heard_ending or self.phase in (Phase.ENDING, Phase.ENDED)
         for part, head in zip(self.parts, beat.heads, strict=False):  # No heads before version 0.
@@ -268,7 +270,7 @@ class Session:
             self._drop_altered(part, now)
         # Of a copy further behind the state is fetched, which takes its time.
         lags = [0 < part.head - part.tip <= PUBLICATIONS_KEPT for part in self.parts]
-        if not all(lags) or not self.joined:
+        if not all(lags) or not self.joined or was_away:
             self._abreast_at = now
         elif now >= self._abreast_at + LATE_S:
             self._abreast_at = math.inf  # Once, until it is abreast again.

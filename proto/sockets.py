@@ -142,9 +142,9 @@ def needs_ipv6(address: Address) -> bool:
     the resolver, which takes its time. Raises BrokerUnreachable for an unknown host."""
     try:
         found = tcp.getaddrinfo(address.host.strip("[]"), address.port, type=tcp.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # A label that is empty or too long is no OSError.
         raise BrokerUnreachable(
-            f"the host name {address.host} does not resolve ({error.strerror})",
+            f"the host name {address.host} does not resolve ({getattr(error, 'strerror', error)})",
             remedy=f"is the address {address} right, and does this machine reach its name server?",
         ) from error
     return all(family is tcp.AF_INET6 for family, *_ in found)
@@ -199,7 +199,7 @@ class Dial:
             case zmq.EVENT_CONNECTED:
                 self._greets_at = now
             case zmq.EVENT_CLOSED:  # Nobody listens.
-                self._broken_at, self._trouble = math.inf, None
+                self._broken_at, self._trouble, self._seen = math.inf, None, None
             case zmq.EVENT_CONNECT_RETRIED:
                 self._greets_at = self._dead_at = math.inf
             case zmq.EVENT_DISCONNECTED:

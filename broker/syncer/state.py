@@ -263,6 +263,8 @@ class State:
     def beat(self, member: Member, now: float, digests: tuple[int, ...] = ()) -> msg.Beat:
         """`digests` are those of the heads, or none in this Beat."""
         heads, clock = tuple(self.heads) if self.is_open else (), self.clock
+        # A learner takes the final model and leaves at the first Beat or Welcome of this phase.
+        digests = self.head_digests() if self.phase is msg.Phase.ENDED else digests
         return msg.Beat(
             self.epoch, self.phase, heads, tuple(self.collecting()), self.period_s,
             clock.run_tokens, clock.tokens_per_s(now), member.up_bits_per_s, digests,

@@ -523,6 +523,14 @@ def test_an_end_after_which_libzmq_does_not_dial_again_is_noticed() -> None:
                 assert "were altered on their way" in str(dial.error(SURE_S))
 
 
+def test_what_a_look_has_shown_is_over_once_nobody_listens() -> None:
+    with tcp.create_server(("127.0.0.1", 0)) as server, zmq.Context() as context:
+        with closing(Dial(context, Kind.LEARNER_CONTROL, Address(*server.getsockname()))) as dial:
+            watched(dial, lambda: "says nothing" in str(dial.error(SURE_S)))
+            server.close()
+            watched(dial, lambda: dial.error(0.0) is None)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 def test_a_star_listens_on_both_kinds_of_addresses(host: str) -> None:
     if host == "[::1]" and not Path("/proc/net/if_inet6").exists():

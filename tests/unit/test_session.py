@@ -548,6 +548,9 @@ def test_a_relay_that_is_late_is_told_of_once(lags: tuple[int, int]) -> None:
         seat.told(heads=(20 + newer + lags[0], 20 + lags[1]))
         assert seat.noted() == (["late"] if lags == (3, 3) and time_s in (10, 30) else [])
         seat.wait(1.0)
+    seat.wait(15.0)
+    seat.welcome(heads=(26, 21))
+    assert "late" not in seat.noted(), "neither Beats nor copies came meanwhile"
 
 
 def test_a_beat_of_another_version_or_life_says_nothing_about_a_copy() -> None:

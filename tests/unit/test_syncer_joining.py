@@ -610,6 +610,7 @@ def test_an_ended_run_hands_out_its_final_model() -> None:
     desk = Desk(resumed=resumed(phase=msg.Phase.ENDED, merged=merged))
     welcome = desk.hello("a")
     assert (welcome.role, welcome.beat.phase) == (msg.Role.ADOPT, msg.Phase.ENDED)
+    assert welcome.beat.digests == (99,) * 4, "or what a relay has altered would be final"
     desk.pass_(25.0, "a")
     assert events(desk) == [] and "for another 5 s" in desk.status["waiting_for"][0]
     desk.report("a", 0)
