@@ -19,7 +19,7 @@ import xxhash
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
-from merging_cases import CODECS, fragment_of, lane_square_sums
+from merging_cases import CODECS, awkward, fragment_of, lane_square_sums
 from numpy.typing import NDArray
 
 from narrows.proto.codec import (
@@ -102,16 +102,10 @@ def refused(fragment: Fragment, codec: CodecName, payload: bytes) -> ErrorCode:
 # The stored bits.
 
 
-def awkward(count: int, first: int) -> F32:
-    index = np.arange(count, dtype=np.int64) + first
-    whole = (index * 2_654_435_761 % (1 << 24) - (1 << 23)).astype(np.float32)
-    return whole * np.float32(2.0**-24) * np.exp2((index % 7 - 3).astype(np.float32))
-
-
 def awkward_pair(fragment: Fragment) -> tuple[F32, F32]:
     """Two vectors whose difference is 0 in piece 1, with some negative zeros."""
-    one = awkward(fragment.elements, 0)
-    two = one + awkward(fragment.elements, 77) * np.float32(2.0**-6)
+    one = awkward(fragment.elements, 0, size=0.5, spread=7)
+    two = one + awkward(fragment.elements, 77, size=0.5, spread=7) * np.float32(2.0**-6)
     still = fragment.pieces[1]
     two[still.offset : still.offset + still.count] = one[still.offset : still.offset + still.count]
     one[-3:] = -0.0

@@ -376,14 +376,6 @@ def test_a_pipe_that_is_often_full_costs_the_others_no_more_than_the_reserve_of_
 # A transfer at its receiver: everything comes, and questions stay few.
 
 
-def live(chunks: int, come: list[int]) -> Transfer:
-    """A transfer that its sender began, of which these chunks came at once."""
-    transfer = Transfer(chunks, 0.0, unasked=True)
-    for chunk in come:
-        assert transfer.add(chunk, 0.0)
-    return transfer
-
-
 @given(
     chunks=st.integers(1, 400),
     window=st.integers(1, 64),
@@ -459,7 +451,7 @@ def test_a_quarter_of_the_window_is_asked_for_when_a_quarter_has_come() -> None:
 def test_the_wait_doubles_only_while_nothing_at_all_comes(
     talks: bool, asked_at: list[float]
 ) -> None:
-    transfer, now, times = live(4, []), 0.0, list[float]()
+    transfer, now, times = Transfer(4, 0.0, unasked=True), 0.0, list[float]()
     while len(times) < len(asked_at):
         now = transfer.deadline(now)
         if transfer.ask(now, now - 0.1 if talks else 0.0, 32):
@@ -470,6 +462,8 @@ def test_the_wait_doubles_only_while_nothing_at_all_comes(
 
 
 def test_a_question_has_no_more_ranges_than_a_message_may() -> None:
-    transfer = live(1000, list(range(0, 1000, 2)))
+    transfer = Transfer(1000, 0.0, unasked=True)
+    for chunk in range(0, 1000, 2):
+        transfer.add(chunk, 0.0)
     first, second, third = (transfer.ask(1.0, 0.0, 1000) for _ in range(3))
     assert len(first) == RANGES_MAX and len(second) == 500 - RANGES_MAX and third == ()

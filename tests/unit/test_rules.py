@@ -54,15 +54,15 @@ def test_every_module_says_first_what_it_is_for() -> None:
         assert ast.get_docstring(ast.parse(text)) or not text.strip(), f"{path} has no docstring"
 
 
-def test_every_docstring_opens_with_its_subject() -> None:
-    for path in [*modules(), *sorted((ROOT / "tests").rglob("*.py"))]:
-        found = RIDDLES.search(path.read_text())
+@pytest.mark.parametrize(
+    ("never", "folders"), [(RIDDLES, (*FOLDERS, "tests")), (SLEEPS, ("tests",))]
+)
+def test_no_docstring_opens_with_a_riddle_and_no_test_sleeps(
+    never: re.Pattern[str], folders: tuple[str, ...]
+) -> None:
+    for path in modules(*folders):
+        found = never.search(path.read_text())
         assert path == Path(__file__) or found is None, f"{path}: {found}"
-
-
-def test_no_test_sleeps() -> None:
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        assert path == Path(__file__) or not SLEEPS.search(path.read_text()), path
 
 
 PAGE = (ROOT / "proto" / "PROTOCOL.md").read_text()
