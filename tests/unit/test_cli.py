@@ -33,7 +33,6 @@ from narrows.broker.store.history import Audit
 from narrows.broker.syncer.events import Finish
 from narrows.learner import Learner
 from narrows.proto.config import parse_address
-from narrows.proto.errors import ErrorCode, Refused
 from narrows.proto.keys import (
     AllowList,
     SiteKey,
@@ -104,6 +103,7 @@ PLAN = "plan --params 1B --step 1s"
         ("satus", 2, "did you mean status?"),
         ("status nonsense", 2, "expected tcp://HOST:PORT"),
         ("export /nowhere --to x", 2, "/nowhere holds no run"),
+        ("export /\x1b[2J --to x", 2, "/\\x1b[2J holds no run"),
         ("export locked --to none/m", 2, "mkdir -p none"),
         ("journal rollback locked none/new --to 1", 2, "mkdir -p none"),
         ("journal show locked --last -1", 2, "or 0 for all"),
@@ -184,15 +184,6 @@ def test_a_broker_names_the_learners_that_a_runs_end_has_left_without_the_final_
     assert narrows.run(*LOOPBACK.split(), "--state-dir", "state") == 0
     warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert "without the final model: a (fragment 0); b (fragments 0, 2)" in warnings
-
-
-def test_an_error_is_one_line_and_an_exit_code(
-    narrows: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refused = Refused(ErrorCode.KEY_REFUSED, "no\n\x1b[2J")
-    monkeypatch.setattr(status, "find_broker", Mock(side_effect=refused))
-    assert narrows.run("status") == 3
-    assert narrows.err.count("\n") == 1 and "no\\n\\x1b[2J" in narrows.err
 
 
 def test_status_with_the_next_key_of_the_broker(narrows: Said, tmp_path: Path) -> None:
@@ -343,11 +334,11 @@ def test_an_audit_prints_all_that_it_found(
     narrows: Said, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     Store(tmp_path, durable=False).close()
-    found = Audit(10, 7, ("pack 1 is damaged", "clock 5, but 6\x1b[2J"))
+    found = Audit(10, 7, ("pack 1 is damaged", "clock 5,\n but 6\x1b[2J"))
     monkeypatch.setattr(History, "audit", lambda _: found)
     assert narrows.run("journal", "audit", str(tmp_path)) == 1
     *_, one, other, bound = narrows.out.splitlines()
-    assert (one, other) == ("pack 1 is damaged", "clock 5, but 6\\x1b[2J")
+    assert (one, other) == ("pack 1 is damaged", "clock 5,\\n but 6\\x1b[2J")
     assert "after the first damage" in bound and "2 problems" in narrows.err
 
 

@@ -20,13 +20,8 @@ from narrows.proto.layout import build_table
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("proto", "broker", "learner", "bench")
 
-STATEMENTS_MAX = {"proto": 1900, "broker": 3900, "learner": 2000, "bench": 2950, "tests": 7570}
+STATEMENTS_MAX = {"proto": 1900, "broker": 3900, "learner": 2000, "bench": 2950, "tests": 7500}
 """Statements of a folder without docstrings. Lines are free: a cap of lines packs the code."""
-
-RIDDLES = re.compile(r'"""(Of|What|Who) .*')
-"""Openings that say nothing until the end of the sentence."""
-
-SLEEPS = re.compile(r"\b(time|asyncio)\.sleep\(")
 
 
 def modules(*folders: str) -> Iterator[Path]:
@@ -55,19 +50,21 @@ def test_every_module_says_first_what_it_is_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("never", "folders"), [(RIDDLES, (*FOLDERS, "tests")), (SLEEPS, ("tests",))]
+    ("never", "folders"),
+    [
+        (r'"""(Of|What|Who) .*', (*FOLDERS, "tests")),
+        (r"\b(time|asyncio)\.sleep\(", ("tests",)),
+    ],
+    ids=["openings that say nothing until the end of the sentence", "sleeps"],
 )
-def test_no_docstring_opens_with_a_riddle_and_no_test_sleeps(
-    never: re.Pattern[str], folders: tuple[str, ...]
-) -> None:
+def test_no_module_has(never: str, folders: tuple[str, ...]) -> None:
     for path in modules(*folders):
-        found = never.search(path.read_text())
+        found = re.search(never, path.read_text())
         assert path == Path(__file__) or found is None, f"{path}: {found}"
 
 
 PAGE = (ROOT / "proto" / "PROTOCOL.md").read_text()
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "proto" / "PROTOCOL.md"]
-COLUMNS = 100
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -213,7 +210,7 @@ def test_every_link_of_a_document_leads_somewhere() -> None:
 def test_no_line_of_a_document_is_too_long() -> None:
     for page in DOCUMENTS:
         for number, line in enumerate(page.read_text().splitlines(), 1):
-            assert len(line) <= COLUMNS, f"{page.name}:{number}"
+            assert len(line) <= 100, f"{page.name}:{number}"
 
 
 def test_the_table_of_error_codes_is_that_of_the_code() -> None:

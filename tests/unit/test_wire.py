@@ -140,22 +140,22 @@ def test_a_header_names_an_incarnation_or_nobody(learner: str) -> None:
     assert refusal("header", packed(fields)).code is ErrorCode.BAD_MESSAGE
 
 
-def test_the_envelope_names_version_and_size() -> None:
-    strangers: list[list[bytes]] = [
-        [],
-        [b"NRW\x01"],
-        [b"NRX\x01", b""],
-        [b"NRW", b""],
-        [b"NRW\x01", b"", b""],
-    ]
-    for frames, told in (
-        *((each, "bad_message: control message") for each in strangers),
+@pytest.mark.parametrize(
+    ("frames", "told"),
+    [
+        ([], "bad_message: control message"),
+        ([b"NRW\x01"], "bad_message: control message"),
+        ([b"NRX\x01", b""], "bad_message: control message"),
+        ([b"NRW", b""], "bad_message: control message"),
+        ([b"NRW\x01", b"", b""], "bad_message: control message"),
         ([b"NRW\x02", BODIES[0]], r"protocol_version.*expected 1, got 2.*install"),
         ([wire.ENVELOPE, bytes(101)], r"too_large.*at most 100 bytes, got 101"),
-    ):
-        with pytest.raises(RemoteProtocolError, match=told):
-            wire.decode_control(frames, 100)
-    assert refusal("header", bytes(msg.HEADER_BYTES_MAX + 1)).code is ErrorCode.TOO_LARGE
+    ],
+    ids=["none", "one", "other magic", "no version", "three", "other version", "too large"],
+)
+def test_the_envelope_names_version_and_size(frames: list[bytes], told: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=told):
+        wire.decode_control(frames, 100)
 
 
 def test_the_largest_messages_fit_their_bounds() -> None:
@@ -166,6 +166,7 @@ def test_the_largest_messages_fit_their_bounds() -> None:
     everybody = (msg.Contributor(longest, msg.VERSION_MAX),) * msg.LEARNERS_MAX
     header = msgspec.structs.replace(HEADER, contributors=everybody)
     assert wire.decode_header(wire.encode_header(header)) == header
+    assert refusal("header", bytes(msg.HEADER_BYTES_MAX + 1)).code is ErrorCode.TOO_LARGE
 
 
 def test_a_layout_comes_back_and_another_reader_finds_it() -> None:
