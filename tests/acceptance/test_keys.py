@@ -42,6 +42,13 @@ OUTSIDERS = {
 keys breaks a keyless handshake off; whether ZeroMQ hears why before that is chance."""
 
 
+def find(what: re.Pattern[str], text: str) -> re.Match[str]:
+    """The first place in a text that must have one."""
+    found = what.search(text)
+    assert found, text
+    return found
+
+
 def typed(line: str, address: str) -> str:
     """A command as a reader types it, with this address; the keys of examples become the README's
     words for them."""
@@ -68,9 +75,7 @@ def test_a_site_joins_by_typing_what_stands_there_is_cut_off_and_comes_back(site
     def prints(folder: Path, command: str, what: re.Pattern[str]) -> str:
         child = site.type(folder, command)
         child.ends(0)
-        found = what.search(child.log)
-        assert found, child.log
-        return found[0]
+        return find(what, child.log)[0]
 
     def admit(name: str, new_site: str, allow: str, train: str) -> Child:
         """Makes a key there, has it admitted here, and starts a learner with it."""
@@ -98,9 +103,7 @@ def test_a_site_joins_by_typing_what_stands_there_is_cut_off_and_comes_back(site
     before = site.adopted("site-a")
     site.adopt("site-b")
     assert site.adopted("site-a") == before, "site-a got data after it was cut off"
-    remedy = ALLOW.search(a.log)
-    assert remedy
-    site.type(here, remedy[0]).ends(0)
+    site.type(here, find(ALLOW, a.log)[0]).ends(0)
     site.adopt("site-a")
 
     either = site.adopted("site-a") | site.adopted("site-b")
@@ -119,17 +122,14 @@ class Keys:
 
     def make_broker(self, folder: str) -> str:
         """Makes a broker's folder of keys; gives the public key."""
-        found = BROKER_KEY.search(self.site.tell("keys", "new", "--keys", folder))
-        assert found
-        return found[0]
+        return find(BROKER_KEY, self.site.tell("keys", "new", "--keys", folder))[0]
 
     def make(self, file: str, name: str, server: str = "", *, is_admitted: bool = False) -> Curve:
         """Makes the key file of a site, which trusts this broker or another one."""
-        line = LINE.search(self.site.tell(
+        line = find(LINE, self.site.tell(
             "keys", "new", file, "--name", name, "--broker", self.site.address,
             f"--server={server or self.server}",  # With "=": a key may begin with a hyphen.
         ))  # fmt: skip
-        assert line
         if is_admitted:
             self.site.tell("keys", "allow", line[0])
         secret = tomllib.loads((self.site.folder / file).read_text())["secret"]

@@ -94,10 +94,12 @@ def test_a_second_implementation_is_merged_and_holds_the_brokers_bits(site: Site
     broker = site.broker(*settings, goal_tokens=150)
     ours = site.learner("ours", tokens=1, width=WIDTH, lr=0.0)
 
-    def seeded() -> bool:
-        return any(note["kind"] == "seeded" for note in site.events("broker", "note"))
-
-    wait_until(seeded, "our learner to seed the run", ours, broker)
+    wait_until(
+        lambda: any(note["kind"] == "seeded" for note in site.events("broker", "note")),
+        "our learner to seed the run",
+        ours,
+        broker,
+    )
     layout = site.folder / "layout.json"
     layout.write_text(site.tell("export", str(site.state), "--layout"))
     command = [sys.executable, "-I", str(SCRIPT), site.address, "other", str(layout)]

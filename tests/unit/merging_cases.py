@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 import xxhash
@@ -11,17 +11,10 @@ import xxhash
 from narrows.broker.merging import merge
 from narrows.broker.records import Contribution, FragmentState, Policy, Round
 from narrows.proto.codec import F32, I64, DecodedChunk, decode_chunk, encode_push, values_of
-from narrows.proto.layout import Fragment, Piece, build_table
+from narrows.proto.layout import Fragment, build_table
 from narrows.proto.messages import CodecName, LayoutEntry, MergeRule
 
 CODECS: tuple[CodecName, ...] = ("int4-zstd", "int8-zstd", "f32-blosc2")
-
-
-def fragment_of(*lengths: int) -> Fragment:
-    """A fragment whose pieces have these lengths."""
-    offsets = [0, *accumulate(lengths)]
-    pieces = zip(range(len(lengths)), lengths, offsets[:-1], strict=True)
-    return Fragment(0, tuple(Piece(i, 0, n, at, "rda") for i, n, at in pieces), offsets[-1])
 
 
 def lane_square_sums(values: F32, bounds: I64) -> list[float]:
@@ -41,6 +34,11 @@ def one_fragment(*pieces: tuple[int, MergeRule]) -> Fragment:
     layout = [LayoutEntry(f"t{i}", (n,), "float32", rule) for i, (n, rule) in enumerate(pieces)]
     (fragment,) = build_table(layout, 1)
     return fragment
+
+
+def fragment_of(*lengths: int) -> Fragment:
+    """A fragment whose pieces have these lengths."""
+    return one_fragment(*((length, "rda") for length in lengths))
 
 
 def state_of(fragment: Fragment, values: F32) -> FragmentState:
@@ -87,11 +85,12 @@ def round_of(pushes: Sequence[Contribution], version: int = 1, **policy: object)
     return Round(0, version, tuple(pushes), Policy(**rules))  # type: ignore[arg-type]
 
 
-def awkward(elements: int, seed: int) -> F32:
-    """Values (elements,) of many magnitudes, from integers alone."""
-    index = np.arange(elements, dtype=np.int64) + 7919 * seed
+def awkward(elements: int, first: int, *, size: float = 8.0, spread: int = 13) -> F32:
+    """Values (elements,) around `size`, of `spread` magnitudes, from integers alone."""
+    index = np.arange(elements, dtype=np.int64) + first
     whole = (index * 2_654_435_761 % (1 << 24) - (1 << 23)).astype(np.float32)
-    values: F32 = whole * np.float32(2.0**-20) * np.exp2((index % 13 - 6).astype(np.float32))
+    exponents = (index % spread - spread // 2).astype(np.float32)
+    values: F32 = whole * np.float32(size * 2.0**-23) * np.exp2(exponents)
     return values
 
 
@@ -133,7 +132,7 @@ def digests(case: str) -> tuple[str, str]:
     for number in (1, 2, 3):
         pushes = []
         for i in range(learners):
-            gradient = awkward(GOLDEN.elements, 10 * number + i)
+            gradient = awkward(GOLDEN.elements, 7919 * (10 * number + i))
             gradient *= longer if i == learners - 1 else 1
             work = {"tokens": 1000 + 100 * i, "steps": 10 + i}
             push = push_of(

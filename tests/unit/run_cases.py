@@ -69,12 +69,15 @@ def broker(folder: Path, **settings: object) -> Iterator[Broker]:
 
 
 @contextmanager
-def stranger(says: bytes) -> Iterator[str]:
-    """The address of a program that is no broker: it says this once it is asked, "SSH" unasked."""
+def stranger(says: bytes | None) -> Iterator[str]:
+    """The address of a program that is no broker: it says this once it is asked, "SSH" unasked.
+    None: it hangs up at once, as a broker with keys does on who has none."""
 
     class Talk(socketserver.BaseRequestHandler):
         def handle(self) -> None:
             with suppress(OSError):
+                if says is None:
+                    return
                 if says.startswith(b"SSH"):
                     self.request.sendall(says)
                 while asked := self.request.recv(4096):

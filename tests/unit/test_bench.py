@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import math
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -104,12 +105,15 @@ def test_bits_are_counted_per_learner_and_exchange() -> None:
     before = {"up_bytes": 5000, "down_bytes": 9000}
     after = {"up_bytes": 5000 + 1500, "down_bytes": 9000 + 1600}
     row = bandwidth.bits([merge, alone], before, after, line_bytes=(1800, 2000))
-    assert row["payload_up_bits_per_param"] == 8 * 1200 / 3000
-    assert row["wire_up_bits_per_param"] == 8 * 1500 / 3000
-    assert row["payload_down_bits_per_param"] == 8 * 2 * 700 / 4000
-    assert row["wire_down_bits_per_param"] == 8 * 1600 / 4000
-    assert row["line_up_bits_per_param"] == 8 * 1800 / 3000
-    assert row["line_down_bits_per_param"] == 8 * 2000 / 4000
+    assert row == {
+        "exchanges": 2,
+        "payload_up_bits_per_param": 8 * 1200 / 3000,
+        "wire_up_bits_per_param": 8 * 1500 / 3000,
+        "line_up_bits_per_param": 8 * 1800 / 3000,
+        "payload_down_bits_per_param": 8 * 2 * 700 / 4000,
+        "wire_down_bits_per_param": 8 * 1600 / 4000,
+        "line_down_bits_per_param": 8 * 2000 / 4000,
+    }
 
 
 def test_published_figures_come_out_of_the_arithmetic() -> None:
@@ -148,15 +152,6 @@ def test_all_goes_on_after_a_bench_that_failed(
     said = json.loads((tmp_path / "new" / "codec.json").read_text())
     assert {row["codec"] for row in said["rows"]} >= {"int4-zstd"}
     assert "bits per parameter" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("bench", [bandwidth.bandwidth, chaos.chaos, loop.loop])
-def test_a_bench_without_pytorch_says_so(
-    bench: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs PyTorch.*pip install"):
-        bench(short=True)
 
 
 def test_half_a_line_of_events_waits_for_its_rest(tmp_path: Path) -> None:
@@ -404,24 +399,41 @@ def test_presets_have_the_sizes_that_help_tells() -> None:
     assert sizes == pytest.approx([0.12, 0.43, 0.82, 4.8, 25, 85], rel=0.05)
 
 
-def test_the_learning_rate_follows_the_run() -> None:
-    assert learning_rate(0.0, 0, 1.0) == 0.01
-    assert learning_rate(0.0, 1e6, 1.0) == 1.0, "a run without a goal goes on"
-    assert learning_rate(0.01, 0, 1.0) == pytest.approx(0.2)
-    assert learning_rate(0.05, 0, 1.0) == pytest.approx(1.0)
-    assert learning_rate(1.0, 0, 1.0) == pytest.approx(0.1)
+@pytest.mark.parametrize(
+    ("progress", "run_step", "rate"),
+    [(0.0, 0, 0.01), (0.0, 1e6, 1.0), (0.01, 0, 0.2), (0.05, 0, 1.0), (1.0, 0, 0.1)],
+)
+def test_the_learning_rate_follows_the_run(progress: float, run_step: float, rate: float) -> None:
+    """A run without a goal, whose progress is 0, goes on at the full rate."""
+    assert learning_rate(progress, run_step, 1.0) == pytest.approx(rate)
 
 
-def test_a_worker_that_cannot_begin_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"--step-wait-s \(expected >= 0, got -1"):
-        Options(step_wait_s=-1)
-    with pytest.raises(ConfigError, match=r"--device \(expected a device that PyTorch can use"):
-        worker.train(Options(device="tpu", name="site-a", broker="tcp://127.0.0.1:1"))
-    with pytest.raises(ConfigError, match="the learner's broker is missing"):
-        learner(Options(name="site-a"))
+WITHOUT_PYTORCH = r"needs PyTorch.*pip install"
+
+
+@pytest.mark.parametrize(
+    ("begin", "told"),
+    [
+        (lambda: Options(step_wait_s=-1), r"--step-wait-s \(expected >= 0, got -1"),
+        (
+            lambda: worker.train(Options(device="tpu", name="site-a", broker="tcp://127.0.0.1:1")),
+            r"--device \(expected a device that PyTorch can use",
+        ),
+        (
+            lambda: learner(Options(name="site-a", broker="tcp://127.0.0.1:1")),
+            WITHOUT_PYTORCH,
+        ),
+        (lambda: bandwidth.bandwidth(short=True), WITHOUT_PYTORCH),
+        (lambda: chaos.chaos(short=True), WITHOUT_PYTORCH),
+        (lambda: loop.loop(short=True), WITHOUT_PYTORCH),
+    ],
+)
+def test_what_cannot_begin_says_why(
+    begin: Callable[[], object], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs PyTorch.*pip install"):
-        learner(Options(name="site-a", broker="tcp://127.0.0.1:1"))
+    with pytest.raises(ConfigError, match=told):
+        begin()
 
 
 def test_a_worker_speaks_before_the_import_that_takes_seconds(
@@ -458,30 +470,40 @@ def story() -> Story:
     return story
 
 
-def test_the_victim_dies_returns_and_contributes_once_each(story: Story) -> None:
-    assert story.hear(status(39), 40.0) is None and story.tell() == ""
-    assert story.hear(status(40), 50.0) == "kill" and "was killed" in story.tell()
-    assert story.hear(status(50), 60.0) is None
-    assert story.hear(status(60), 70.0) == "return" and "starting" in story.tell()
-    assert story.hear(status(70, merged=9), 75.0) is None, "pushes of its first life do not count"
-    assert not story.is_back and story.rejoin_s is None
-    assert story.hear(status(80, "b.2"), 80.0) is None and story.is_back
-    assert "warming up" in story.tell()
-    assert story.hear(status(90, "b.2", merged=1), 82.0) is None
-    assert story.hear(status(95, "b.2", merged=2), 90.0) is None
-    assert story.rejoin_s == 12.0 and "after 12.0 s" in story.tell()
-
-
-def test_it_returns_soon_where_the_rest_of_the_run_is_short(story: Story) -> None:
-    assert story.hear(status(45), 20.0) == "kill"
-    assert story.hear(status(45), 20.9) is None, "it is dead for a second, so that it is seen"
-    # The rest takes 13 s at this pace, and the start of all took 10.
-    assert story.hear(status(45), 21.0) == "return"
-
-
-def test_it_is_killed_as_long_as_the_run_has_not_ended(story: Story) -> None:
-    assert story.hear(status(100, phase="ended"), 11.0) is None
-    assert story.hear(status(100, phase="ending"), 11.0) == "kill"
+@pytest.mark.parametrize(
+    "course",
+    [
+        [
+            (status(39), 40.0, None, ""),
+            (status(40), 50.0, "kill", "b was killed .*"),
+            (status(50), 60.0, None, "b was killed .*"),
+            (status(60), 70.0, "return", "b is starting again"),
+            # Pushes of its first life do not count.
+            (status(70, merged=9), 75.0, None, "b is starting again"),
+            (status(80, "b.2"), 80.0, None, "b is back, warming up"),
+            (status(90, "b.2", merged=1), 82.0, None, "b contributes again after 12.0 s"),
+            (status(95, "b.2", merged=2), 90.0, None, "b contributes again after 12.0 s"),
+        ],
+        [
+            (status(45), 20.0, "kill", "b was killed .*"),
+            # It is dead for a second, so that it is seen.
+            (status(45), 20.9, None, "b was killed .*"),
+            # The rest takes 13 s at this pace, and the start of all took 10.
+            (status(45), 21.0, "return", "b is starting again"),
+        ],
+        [
+            (status(100, phase="ended"), 11.0, None, ""),
+            (status(100, phase="ending"), 11.0, "kill", "b was killed .*"),
+        ],
+    ],
+    ids=["once each", "it returns soon where the rest of the run is short", "until the run ends"],
+)
+def test_the_victim_dies_returns_and_contributes(
+    story: Story, course: list[tuple[dict[str, Any], float, str | None, str]]
+) -> None:
+    for said, now, command, told in course:
+        assert story.hear(said, now) == command
+        assert re.fullmatch(told, story.tell())
 
 
 def test_a_sparkline_shows_the_course() -> None:

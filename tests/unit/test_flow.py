@@ -181,10 +181,6 @@ def run(
     return left
 
 
-def names(left: list[tuple[float, Entry]]) -> list[str]:
-    return [entry.requester or "live" for _, entry in left]
-
-
 @given(
     live=st.integers(0, 40),
     asked=st.dictionaries(st.sampled_from("abc"), st.integers(1, 20)),
@@ -200,7 +196,7 @@ def test_all_that_waits_leaves_in_its_turn(live: int, asked: dict[str, int], str
     left, waiting = run(sender, 0.0), {"live": live} | asked
     assert len(left) == sum(waiting.values())
     assert len(sender) == 0 and sender.deadline(0.0) == math.inf
-    for place, who in enumerate(names(left)):
+    for place, who in enumerate(entry.requester or "live" for _, entry in left):
         if waiting["live"] and sum(waiting.values()) > waiting["live"]:
             assert (who != "live") is (place % TURN == TURN - 1)
         sent = {each: asked[each] - waiting[each] for each in asked if waiting[each]}
@@ -376,14 +372,6 @@ def test_a_pipe_that_is_often_full_costs_the_others_no_more_than_the_reserve_of_
 # A transfer at its receiver: everything comes, and questions stay few.
 
 
-def live(chunks: int, come: list[int]) -> Transfer:
-    """A transfer that its sender began, of which these chunks came at once."""
-    transfer = Transfer(chunks, 0.0, unasked=True)
-    for chunk in come:
-        assert transfer.add(chunk, 0.0)
-    return transfer
-
-
 @given(
     chunks=st.integers(1, 400),
     window=st.integers(1, 64),
@@ -426,31 +414,34 @@ def test_every_chunk_comes_however_many_are_lost(
         assert asked == (0 if unasked else chunks), "nothing was asked for twice"
 
 
-def test_a_hole_in_a_stream_is_asked_for_at_once() -> None:
-    transfer = Transfer(12, 0.0, unasked=True, streams=2)
-    for chunk in (0, 1, 3, 2, 4):
-        assert transfer.add(chunk, 0.0)
-    assert transfer.ask(0.1, 0.1, 32) == (), "streams may overtake each other"
-    assert transfer.add(8, 0.2) and transfer.deadline(0.2) == 0.2
-    assert transfer.ask(0.2, 0.2, 32) == ((6, 1),) and transfer.asked == 1
-    assert transfer.add(7, 0.3) and transfer.ask(0.3, 0.3, 32) == ((5, 1),)
-    assert transfer.add(6, 0.4) and transfer.ask(0.4, 0.4, 32) == (), "an answer is no hole"
-    for chunk in (10, 9, 11, 5):
-        assert transfer.add(chunk, 0.5) and transfer.ask(0.5, 0.5, 32) == ()
-    assert transfer.complete and transfer.asked == 0
-
-
-def test_a_quarter_of_the_window_is_asked_for_when_a_quarter_has_come() -> None:
-    transfer = Transfer(100, 0.0, unasked=False)
-    assert transfer.deadline(0.5) == 0.5
-    assert transfer.ask(0.5, 0.0, 32) == ((0, 32),)
-    assert transfer.deadline(0.5) == 1.5, "the answer has a second"
-    for chunk in range(7):
-        transfer.add(chunk, 1.25)
-    assert transfer.ask(1.25, 1.25, 32) == () and transfer.deadline(1.25) == 2.25
-    transfer.add(7, 1.5)
-    assert transfer.deadline(1.5) == 1.5
-    assert transfer.ask(1.5, 1.5, 32) == ((32, 8),)
+@pytest.mark.parametrize(
+    ("chunks", "unasked", "course"),
+    [
+        (
+            12,
+            True,
+            [
+                (0.1, [0, 1, 3, 2, 4], ()),  # Streams may overtake each other.
+                (0.2, [8], ((6, 1),)),
+                (0.3, [7], ((5, 1),)),
+                (0.4, [6], ()),  # An answer is no hole.
+                *((0.5, [chunk], ()) for chunk in (10, 9, 11, 5)),
+            ],
+        ),
+        (100, False, [(0.5, [], ((0, 32),)), (1.25, range(7), ()), (1.5, [7], ((32, 8),))]),
+    ],
+    ids=["a hole in a stream at once", "a quarter of the window when a quarter has come"],
+)
+def test_what_is_missing_is_asked_for(
+    chunks: int, unasked: bool, course: list[tuple[float, list[int], tuple[tuple[int, int], ...]]]
+) -> None:
+    transfer = Transfer(chunks, 0.0, unasked=unasked, streams=2)
+    for now, come, asked in course:
+        for chunk in come:
+            assert transfer.add(chunk, now)
+        assert (transfer.deadline(now) == now) is bool(asked)
+        assert transfer.ask(now, now, 32) == asked
+        assert transfer.deadline(now) == (math.inf if transfer.complete else now + 1.0)
 
 
 @pytest.mark.parametrize(
@@ -459,7 +450,7 @@ def test_a_quarter_of_the_window_is_asked_for_when_a_quarter_has_come() -> None:
 def test_the_wait_doubles_only_while_nothing_at_all_comes(
     talks: bool, asked_at: list[float]
 ) -> None:
-    transfer, now, times = live(4, []), 0.0, list[float]()
+    transfer, now, times = Transfer(4, 0.0, unasked=True), 0.0, list[float]()
     while len(times) < len(asked_at):
         now = transfer.deadline(now)
         if transfer.ask(now, now - 0.1 if talks else 0.0, 32):
@@ -470,6 +461,8 @@ def test_the_wait_doubles_only_while_nothing_at_all_comes(
 
 
 def test_a_question_has_no_more_ranges_than_a_message_may() -> None:
-    transfer = live(1000, list(range(0, 1000, 2)))
+    transfer = Transfer(1000, 0.0, unasked=True)
+    for chunk in range(0, 1000, 2):
+        transfer.add(chunk, 0.0)
     first, second, third = (transfer.ask(1.0, 0.0, 1000) for _ in range(3))
     assert len(first) == RANGES_MAX and len(second) == 500 - RANGES_MAX and third == ()

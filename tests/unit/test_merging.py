@@ -117,11 +117,6 @@ def test_a_merge_equals_its_definition(pushes: list[Contribution], rule: str) ->
 # Edges.
 
 
-def test_one_contributor_is_itself_bit_for_bit() -> None:
-    push = push_of(MIXED, "a", awkward(MIXED.elements, 3), codec="int8-zstd")
-    assert averaged(MIXED, [push]).tobytes() == (values_in(MIXED, push) + np.float32(0)).tobytes()
-
-
 @pytest.mark.parametrize(
     ("fragment", "vectors", "tokens", "expected"),
     [

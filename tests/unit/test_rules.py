@@ -20,13 +20,8 @@ from narrows.proto.layout import build_table
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("proto", "broker", "learner", "bench")
 
-STATEMENTS_MAX = {"proto": 1900, "broker": 3900, "learner": 2000, "bench": 2950, "tests": 7570}
+STATEMENTS_MAX = {"proto": 1900, "broker": 3900, "learner": 2000, "bench": 2950, "tests": 7500}
 """Statements of a folder without docstrings. Lines are free: a cap of lines packs the code."""
-
-RIDDLES = re.compile(r'"""(Of|What|Who) .*')
-"""Openings that say nothing until the end of the sentence."""
-
-SLEEPS = re.compile(r"\b(time|asyncio)\.sleep\(")
 
 
 def modules(*folders: str) -> Iterator[Path]:
@@ -54,20 +49,22 @@ def test_every_module_says_first_what_it_is_for() -> None:
         assert ast.get_docstring(ast.parse(text)) or not text.strip(), f"{path} has no docstring"
 
 
-def test_every_docstring_opens_with_its_subject() -> None:
-    for path in [*modules(), *sorted((ROOT / "tests").rglob("*.py"))]:
-        found = RIDDLES.search(path.read_text())
+@pytest.mark.parametrize(
+    ("never", "folders"),
+    [
+        (r'"""(Of|What|Who) .*', (*FOLDERS, "tests")),
+        (r"\b(time|asyncio)\.sleep\(", ("tests",)),
+    ],
+    ids=["openings that say nothing until the end of the sentence", "sleeps"],
+)
+def test_no_module_has(never: str, folders: tuple[str, ...]) -> None:
+    for path in modules(*folders):
+        found = re.search(never, path.read_text())
         assert path == Path(__file__) or found is None, f"{path}: {found}"
-
-
-def test_no_test_sleeps() -> None:
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        assert path == Path(__file__) or not SLEEPS.search(path.read_text()), path
 
 
 PAGE = (ROOT / "proto" / "PROTOCOL.md").read_text()
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "proto" / "PROTOCOL.md"]
-COLUMNS = 100
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -213,7 +210,7 @@ def test_every_link_of_a_document_leads_somewhere() -> None:
 def test_no_line_of_a_document_is_too_long() -> None:
     for page in DOCUMENTS:
         for number, line in enumerate(page.read_text().splitlines(), 1):
-            assert len(line) <= COLUMNS, f"{page.name}:{number}"
+            assert len(line) <= 100, f"{page.name}:{number}"
 
 
 def test_the_table_of_error_codes_is_that_of_the_code() -> None:
