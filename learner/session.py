@@ -85,8 +85,8 @@ class Session:
         self.ended = False
         """Bye is said: there is nothing left to wait for."""
         self.heard_ending = False
-        """The run was in its end once. A broker that has started again may say RUNNING for a while;
-        who leaves waits for the final model nevertheless."""
+        """The run was in its end, and no step was made in phase RUNNING since. A broker that has
+        started again may say RUNNING for a while: who leaves waits for the final model then."""
         self.steps = self.tokens = 0
         self.loss: float | None = None
         self.paused: str | None = None
@@ -379,6 +379,8 @@ class Session:
             self._step_times_s.append(now - self._stepped_at)
             self._step_s = median(self._step_times_s)
         self._stepped_at = now
+        if self.phase is Phase.RUNNING:  # A step that counts: the run goes on, with a larger goal.
+            self.heard_ending = False
         for part in self.parts:
             part.tokens += tokens
             part.steps += 1

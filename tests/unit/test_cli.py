@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import zmq
-from acceptance.kit import wait_until
+from acceptance.kit import WAIT_S, wait_until
 from learner_cases import House, begun
 from run_cases import broker, stranger, tiny, train
 from safetensors import safe_open
@@ -203,7 +203,7 @@ def test_status_with_the_next_key_of_the_broker(narrows: Said, tmp_path: Path) -
 
 def test_status_waits_for_a_broker_that_stops_and_starts_again() -> None:
     with socket.create_server(("127.0.0.1", 0)) as stops, zmq.Context() as context:
-        port = stops.getsockname()[1]
+        port, heard = stops.getsockname()[1], threading.Event()
 
         def answer() -> None:
             stops.accept()[0].close()
@@ -212,10 +212,13 @@ def test_status_waits_for_a_broker_that_stops_and_starts_again() -> None:
                 router.bind(f"tcp://127.0.0.1:{port}")
                 peer, *_ = router.recv_multipart()
                 router.send_multipart([peer, *encode_control(Status({"phase": "running"}))])
+                # libzmq drops an answer that is not read yet when the connection ends.
+                heard.wait(WAIT_S)
 
         broker = threading.Thread(target=answer, daemon=True)
         broker.start()
         said = status.ask_status(f"tcp://127.0.0.1:{port}", None, timeout_s=30)
+        heard.set()
         broker.join()
     assert said == {"phase": "running"}
 

@@ -967,6 +967,18 @@ def test_who_has_heard_of_the_end_waits_for_it_through_a_new_life_that_has_not(e
     assert seat.session.heard_ending
 
 
+def test_who_trains_on_after_an_end_with_a_larger_goal_leaves_like_anybody() -> None:
+    seat = joined()
+    seat.told(phase=Phase.ENDING)
+    seat.restart(phase=Phase.RUNNING)
+    seat.welcome(phase=Phase.RUNNING)
+    seat.step()
+    seat.leave()
+    seat.told()
+    seat.wait(40.0)
+    assert seat.session.ended and not seat.session.heard_ending
+
+
 def test_the_run_clock_goes_on_between_beats_and_never_falls() -> None:
     seat = joined()
     seat.told(run_tokens=1000, tokens_per_s=10.0)
