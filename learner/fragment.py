@@ -73,6 +73,8 @@ class FragmentSession:
     pushed: Pushed = Pushed.NONE
     push: msg.Push | None = None
     """As announced; None in state NONE."""
+    announced_at: float = 0.0
+    """When `push` was announced last."""
     tokens: int = 0
     """Tokens of the steps that no push has taken yet."""
     steps: int = 0

@@ -247,6 +247,7 @@ class Session:
             part.expect(now, pull=True)
             if part.push and part.pushed is Pushed.WAITING:
                 # Whether it is merged is not known; the broker does not answer if it is.
+                part.announced_at = now
                 self.effects.append(Send(part.push))
                 if renewed:
                     self.effects.append(SendChunks(DataKind.PUSH, part.index, part.push_id))
@@ -398,6 +399,7 @@ class Session:
         part = self.parts[fragment]
         if part.push and part.push_id == push_id:  # Else it was given up meanwhile.
             part.pushed, part.failed_codings, self._moved_at = Pushed.WAITING, 0, now
+            part.announced_at = now
             if self.connected:
                 self.effects.append(Send(part.push))
             self.effects.append(SendChunks(DataKind.PUSH, fragment, push_id))
@@ -544,6 +546,7 @@ class Session:
         else:
             if self._news != self._reported or now >= self._report_due:
                 self._report(now)
+            self._announce_again(now)
             self._ask(now)
         self._end_if_due(now)
 
@@ -599,6 +602,15 @@ class Session:
         held = tuple(part.held for part in self.parts)
         report = msg.Report(self.steps, self.tokens, self.loss, held, paused, finished)
         self.effects.append(Send(report))
+
+    def _announce_again(self, now: float) -> None:
+        """Repeats announcements without an outcome: the broker drops one above a quota, and without
+        it the push would wait for ever."""
+        for part in self.parts:
+            if part.push and part.pushed is Pushed.WAITING:
+                if now >= part.announced_at + timing.ANNOUNCE_S:
+                    part.announced_at = now
+                    self.effects.append(Send(part.push))
 
     def _ask(self, now: float) -> None:
         """Fetches what is missing and due, within one window for all fragments."""

@@ -52,6 +52,9 @@ short of memory, must not make it fetch and compute without end."""
 COPY_AGAIN_MAX_S: Final = 60.0
 """The pause grows no longer than this. After as long without a failure it is short again."""
 
+ANNOUNCE_S: Final = 10.0
+"""A learner announces a push again after this long without its outcome."""
+
 DISK_AGAIN_S: Final = 2.0
 """The broker tries a commit again after this long when the disk is full."""
 

@@ -105,9 +105,9 @@ class Door:
         """Keys that are kept out, each with the time at which it may come back."""
         self._refused: dict[str, tuple[float, int]] = {}
         """Per key: since when its refused messages are counted, and their number."""
-        self._controls: dict[str, Quota] = {}
+        self._controls: dict[tuple[str, bool], Quota] = {}
         self._handshakes: dict[str, Quota] = {}
-        """Quotas of keys for control messages and for handshakes."""
+        """Quotas of keys for control messages, those of learners apart, and for handshakes."""
         self._learners = Counter[str]()
         """Learners of a key's site that were here when its quota was last used up."""
         self._told: set[str] = set()
@@ -137,10 +137,16 @@ class Door:
         _log.warning("a handshake of %s was refused: its key makes too many", self.site(key))
         return False
 
-    def hears(self, key: str, learners: Callable[[], Collection[str]], now: float) -> bool:
+    def hears(
+        self, key: str, learners: Callable[[], Collection[str]], now: float, *, is_learner: bool
+    ) -> bool:
         """Whether a control message is within the quota of its key. `learners` are the names of
-        all learners that are here: they are counted when the quota is used up."""
-        quota = self._controls.setdefault(key, Quota(now))
+        all learners that are here: they are counted when the quota is used up.
+
+        What its learners say has a quota of its own (`is_learner`): however large the answers to
+        somebody who watches the run become, no announcement of a push is dropped for them.
+        """
+        quota = self._controls.setdefault((key, is_learner), Quota(now))
         site = self.site(key) or ""
         for _ in range(2):
             per_s = CONTROLS_PER_S * (1 + self._learners[key])
@@ -149,9 +155,9 @@ class Door:
             self._learners[key] = sum(speaks_for(site, name) for name in learners())
         return False
 
-    def answered(self, key: str, size_bytes: int) -> None:
+    def answered(self, key: str, size_bytes: int, *, is_learner: bool) -> None:
         """A control message was answered: each whole KiB of that counts as one more."""
-        self._controls[key].used += size_bytes >> 10
+        self._controls[key, is_learner].used += size_bytes >> 10
 
     def site(self, key: str) -> str | None:
         """For whom the frames of a connection speak; None: nobody, do not read them."""

@@ -99,6 +99,10 @@ class Host:
             self._on_note(ev.Note("refused", text, fields, warning=True))
         self._came(frames, now)
 
+    def is_learner(self, peer: str) -> bool:
+        """Whether a learner that is here speaks on this connection."""
+        return peer in self.syncer.state.members.by_peer
+
     def learners(self) -> list[str]:
         """Names of the learners that are here, for the quotas of their keys."""
         return [member.name for member in self.syncer.state.members.connected()]

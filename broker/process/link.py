@@ -61,6 +61,7 @@ class Link:
         self._keys: dict[str, str] = {}
         """Connection -> key, of control messages; who spoke last stands at the end."""
         self._asker = "", ""
+        self._asker_is_learner = False
         """Connection ("": the uplink) and key of the message that the host is handling."""
         self.sockets: list[Socket] = []
         """The three, and those that tell of their connections."""
@@ -120,7 +121,7 @@ class Link:
             return False
         asker, key = self._asker
         if peer == asker and self.door is not None:
-            self.door.answered(key, sum(map(len, frames)))
+            self.door.answered(key, sum(map(len, frames)), is_learner=self._asker_is_learner)
         return True
 
     def fault(self, peer: str, now: float) -> None:
@@ -190,8 +191,11 @@ class Link:
             self._keys[peer] = key
             if len(self._keys) > PEERS_MAX:
                 del self._keys[next(iter(self._keys))]
-            if not self.door.hears(key, host.learners, now):
-                self.fault(peer, now)
+            self._asker_is_learner = host.is_learner(peer)
+            if not self.door.hears(key, host.learners, now, is_learner=self._asker_is_learner):
+                # Who only watches the run is not answered. A strike could cut its learners off.
+                if self._asker_is_learner:
+                    self.fault(peer, now)
                 return
         host.control(peer, site, parts[1:], now)
 

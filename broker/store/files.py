@@ -37,8 +37,8 @@ _STORED: Final = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _ARRAYS: Final = ("global", "momentum", "published")
 
 REMEDY: Final = (
-    "Put a backup of the directory in its place, or find out with `narrows journal audit` what is "
-    "whole and go on from there with `narrows journal rollback`, which makes a new directory"
+    "Put a backup of the directory in its place. If the database can still be read, `narrows "
+    "journal audit` finds what is whole, and `narrows journal rollback` makes a new directory of it"
 )
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,9 @@ class Heard:
 
     def learners(self) -> list[str]:
         return self.names
+
+    def is_learner(self, peer: str) -> bool:
+        return True
 
     def control(self, peer: str, site: str | None, frames: list[bytes], now: float) -> None:
         self.controls.append((peer, site, frames))
@@ -274,22 +278,23 @@ def test_the_door_hears_1024_learners_and_no_flood(keys: Path) -> None:
     AllowList.allow(keys, "site-a", pair.public)
     door, here = Door(keys, now), list[str]()
     for _ in range(LEARNERS_MAX):  # After a start of the broker all say Hello and Report.
-        for _ in range(2):
-            assert door.hears(pair.public, lambda: here, now)
-            door.answered(pair.public, 2000)
+        for is_learner in (False, True):
+            assert door.hears(pair.public, lambda: here, now, is_learner=is_learner)
+            door.answered(pair.public, 2000, is_learner=is_learner)
         here.append(f"site-a/{len(here)}")
     # It stands still, and 64 messages of each wait in its queues.
     now += 1.0
-    heard = sum(door.hears(pair.public, lambda: here, now) for _ in range(64 * LEARNERS_MAX))
-    assert heard == 64 * LEARNERS_MAX
+    hears = partial(door.hears, pair.public, lambda: here, now, is_learner=True)
+    assert sum(hears() for _ in range(64 * LEARNERS_MAX)) == 64 * LEARNERS_MAX
     other = new_pair()
     AllowList.allow(keys, "site-b", other.public)
     door.look(now)
-    flood = [door.hears(other.public, lambda: here, now) for _ in range(10_000)]
-    assert sum(flood) == CONTROLS_AT_ONCE + CONTROLS_PER_S
-    assert door.hears(other.public, lambda: here, now + 1.0)
-    door.answered(other.public, CONTROLS_PER_S << 10)
-    assert not door.hears(other.public, lambda: here, now + 1.0), "answers count, too"
+    asks = partial(door.hears, other.public, lambda: here, is_learner=False)
+    assert sum(asks(now) for _ in range(10_000)) == CONTROLS_AT_ONCE + CONTROLS_PER_S
+    assert asks(now + 1.0)
+    door.answered(other.public, CONTROLS_PER_S << 10, is_learner=False)
+    assert not asks(now + 1.0), "answers count, too"
+    assert door.hears(other.public, lambda: here, now, is_learner=True), "its learners are heard"
 
 
 def test_who_floods_or_sends_what_workers_refuse_is_kept_out(

@@ -979,6 +979,21 @@ def test_who_trains_on_after_an_end_with_a_larger_goal_leaves_like_anybody() -> 
     assert seat.session.ended and not seat.session.heard_ending
 
 
+def test_a_push_without_an_outcome_is_announced_again() -> None:
+    """The broker drops what is above a quota, and would wait for the announcement for ever."""
+    seat = joined()
+    seat.told(collecting=(0,))
+    seat.step()
+    seat.encode()
+    (announced,) = seat.sent(msg.Push)
+    repeated: list[tuple[int, msg.Push]] = []
+    for second in range(1, 25):
+        seat.told(collecting=(0,))
+        seat.wait(1.0)
+        repeated += [(second, push) for push in seat.sent(msg.Push)]
+    assert repeated == [(10, announced), (20, announced)]
+
+
 def test_the_run_clock_goes_on_between_beats_and_never_falls() -> None:
     seat = joined()
     seat.told(run_tokens=1000, tokens_per_s=10.0)
