@@ -42,6 +42,8 @@ NOTICED_S: Final = 5.0
 """Until then a learner that stands still is waited for."""
 LOOKED_S: Final = 2.5
 """By then a running broker has read its changed allow list."""
+ON_ITS_WAY_S: Final = 0.25
+"""What has left for a learner that is cut off is received and made by then."""
 REVOKED_PERIOD_STEPS: Final = 24
 
 ASKED: Final = {
@@ -232,18 +234,20 @@ def _revoke(cell: Cell) -> Found:
         _serve(run, cell, {"fragments.sync_period_steps": REVOKED_PERIOD_STEPS})
         gone, *others = _join(run, cell, replace(TOY, step_s=0.01))
         run.wait(cell.seconds)
-        revoked = time.time()
         AllowList.revoke(keys, gone)
         run.wait(max(LOOKED_S, cell.seconds))
+        notes = run.events("broker", "note")
+        revoked = next(each["time_s"] for each in notes if each["kind"] == "revoked")
         logged, merged = run.account(others)
         at = {n: [each["time_s"] for each in run.installed(n)] for n in (gone, *others)}
     pauses, usual_s = [], []
     for name in others:
-        near = [each for each in at[name] if revoked - 1 < each < revoked + LOOKED_S]
-        pauses.append(max((b - a, b) for a, b in pairwise(near)))
+        near = [each for each in at[name] if revoked - 1 < each < revoked + 1]
+        pauses.append(max(b - a for a, b in pairwise(near)))
         usual_s.append(median(b - a for a, b in pairwise(at[name])))
-    back_s, back_at = max(pauses)[0], min(at for _, at in pauses)
-    late = sum(each > back_at for each in at[gone])
+    back_s = max(pauses)
+    # What was on its way when the connections ended may still arrive.
+    late = sum(each > revoked + ON_ITS_WAY_S for each in at[gone])
     a_period = REVOKED_PERIOD_STEPS * TOKENS
     behind = max(
         (logged[name] - merged[name, fragment]) / a_period
