@@ -43,7 +43,7 @@ NOTICED_S: Final = 5.0
 LOOKED_S: Final = 2.5
 """By then a running broker has read its changed allow list."""
 ON_ITS_WAY_S: Final = 0.25
-"""What has left for a learner that is cut off is received and made by then."""
+"""A learner that is cut off has received and made by then what had left for it."""
 REVOKED_PERIOD_STEPS: Final = 24
 
 ASKED: Final = {
