@@ -155,7 +155,7 @@ class Learner:
     def run(self) -> None:
         """Say Hello, train until the heads of an ended run are here, say Bye (§9)."""
         while not self.welcome:
-            self.tell("hello", protocol=1, run_id="", epoch="", held=[], **self.who)
+            self.tell("hello", protocol=1, run_id="", epoch="", copies=[], **self.who)
             self.receive(1)
         self.join(self.welcome, self.welcome["settings"])
         report_at = 0.0
@@ -268,7 +268,7 @@ class Learner:
         idle = [i for i, f in enumerate(self.fragments) if not f.steps and not f.push]
         finished = idle if self.beat["phase"] == "ending" else []
         counts = {"steps": self.steps, "tokens": self.steps, "loss": None}
-        self.tell("report", held=[f.version for f in self.fragments], finished=finished, **counts)
+        self.tell("report", bases=[f.version for f in self.fragments], finished=finished, **counts)
         share = min(256, max(1, self.welcome["settings"]["window_messages"] // len(self.fragments)))
         for index, (f, head) in enumerate(zip(self.fragments, self.beat["heads"], strict=False)):
             f.quiet = f.quiet + 1 if head > f.version else 0

@@ -1,6 +1,6 @@
 """State of one fragment at a learner: the base of its parameters, what arrives, what is pushed.
 
-Three versions matter. `held` is the base: the version that the parameters stand on. `tip` is the
+Three versions matter. `base` is the base: the version that the parameters stand on. `tip` is the
 newest published copy that is whole on this machine; a boundary adopts it. `head` is the newest
 version that the broker has told of; what lies between tip and head is fetched. The tip is below
 the base only after a copy was found damaged, until the versions up to the head are here again.
@@ -43,7 +43,7 @@ class Standing(Enum):
     an altered copy, or of an adoption that was broken off. Nothing is pushed, and the next adoption
     overwrites them."""
     BASED = auto()
-    """They are `held`, and what this learner has learned since."""
+    """They are `base`, and what this learner has learned since."""
     FINAL = auto()
     """They are the run's final model, bit for bit."""
 
@@ -66,7 +66,7 @@ class FragmentSession:
     settings: msg.RunSettings
     """As they are in this epoch."""
     standing: Standing = Standing.ADRIFT
-    held: int = -1
+    base: int = -1
     tip: int = -1
     tip_digest: int = 0
     head: int = -1
@@ -92,7 +92,7 @@ class FragmentSession:
     """The kind of error with which making a copy failed last; "" once one is made."""
     failed_codings: int = 0
     """Pushes that could not be coded since the last one that was."""
-    copies: dict[int, int] = field(default_factory=dict[int, int])
+    copy_digests: dict[int, int] = field(default_factory=dict[int, int])
     """Digests of the newest published copies that were made here, by version."""
     told: tuple[int, int] = (-1, 0)
     """Version and digest of the head, as a Beat of this epoch told last."""
@@ -145,8 +145,10 @@ class FragmentSession:
         chunk 0."""
         self.assembling, self.trouble = None, ""
         self.tip, self.tip_digest = header.version, header.result_digest
-        newest = {**self.copies, self.tip: self.tip_digest}.items()
-        self.copies = {version: each for version, each in newest if version > self.tip - AHEAD_MAX}
+        newest = {**self.copy_digests, self.tip: self.tip_digest}.items()
+        self.copy_digests = {
+            version: each for version, each in newest if version > self.tip - AHEAD_MAX
+        }
         self.arriving = {key: each for key, each in self.arriving.items() if key[1] > self.tip}
         # A state tells our newest push in it, a publication names all of its pushes.
         own = msg.Contributor(self.incarnation, self.push_id)
@@ -166,7 +168,7 @@ class FragmentSession:
         """The newest copy, the one that it was built on, or a chunk is wrong: all that is dropped,
         and a state is fetched. The broker may serve one that is older than the base."""
         self.arriving.clear()
-        self.copies.clear()
+        self.copy_digests.clear()
         self.tip, self.tip_digest = -1, 0
         if self.pushed is Pushed.MERGED:  # The next copy may be older than the one that has it.
             self.pushed = Pushed.WAITING
@@ -176,7 +178,7 @@ class FragmentSession:
     def altered(self) -> bool:
         """The copy of the version that the Beat told is here, and it is another one."""
         version, digest = self.told
-        return self.copies.get(version, digest) != digest
+        return self.copy_digests.get(version, digest) != digest
 
     def expect(self, now: float, *, pull: bool) -> None:
         """Begins the transfers that lead from the tip to the head.
@@ -232,7 +234,7 @@ class FragmentSession:
     def can_adopt(self) -> bool:
         """A copy is here that the parameters should take. While a push is being encoded nobody
         knows how it is coded, and the rule needs that."""
-        newer = self.tip > self.held or (self.standing is Standing.ADRIFT and self.tip >= 0)
+        newer = self.tip > self.base or (self.standing is Standing.ADRIFT and self.tip >= 0)
         return newer and self.pushed is not Pushed.ENCODING
 
     def adopt(self, keep: float, *, final: bool = False) -> Adopt:
@@ -245,16 +247,16 @@ class FragmentSession:
             self.lost_tokens, self.tokens, self.steps = self.lost_tokens + self.tokens, 0, 0
         if merged or overwrite:
             self._settle()
-        self.held, self.standing = self.tip, Standing.FINAL if final else Standing.BASED
+        self.base, self.standing = self.tip, Standing.FINAL if final else Standing.BASED
         return effect
 
     def snapshot(self, push_id: int) -> Snapshot:
         """Everything that no push has taken yet becomes one."""
         assert self.standing is Standing.BASED and self.push is None and self.steps > 0, self
-        self.push = msg.Push(self.index, push_id, self.held, self.tokens, self.steps)
+        self.push = msg.Push(self.index, push_id, self.base, self.tokens, self.steps)
         self.pushed = Pushed.ENCODING
         self.tokens = self.steps = 0
-        return Snapshot(self.index, push_id, self.held)
+        return Snapshot(self.index, push_id, self.base)
 
     def give_up(self, push_id: int, *, finite: bool = True) -> None:
         """No version will hold this push: refused, or it could not be encoded.
@@ -297,14 +299,14 @@ class FragmentSession:
         self.arriving.clear()
         self.told = (-1, 0)
         if go_back:
-            self.copies.clear()
+            self.copy_digests.clear()
             self._settle()
-            self.standing, self.held, self.tip, self.tip_digest = Standing.ADRIFT, -1, -1, 0
+            self.standing, self.base, self.tip, self.tip_digest = Standing.ADRIFT, -1, -1, 0
         self.head = self.tip
 
     def check(self) -> None:
         """Asserts what always holds."""
-        assert -1 <= min(self.held, self.tip) <= max(self.held, self.tip) <= self.head, self
+        assert -1 <= min(self.base, self.tip) <= max(self.base, self.tip) <= self.head, self
         assert (self.push is None) == (self.pushed is Pushed.NONE), self
         assert self.push is None or self.standing is Standing.BASED, self
         assert (self.steps > 0) or self.tokens == 0, self

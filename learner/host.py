@@ -340,7 +340,7 @@ class LearnerHost:
                 effect.push_id, chunk.index, codec, chunk.payload_digest, 0,
             )  # fmt: skip
             topic = wire.uplink_topic(chunk.index % session.settings.streams)
-            self.sender.put_live(topic, header, chunk.payload)
+            self.sender.put(topic, header, chunk.payload)
 
     def _pump(self, now: float) -> None:
         """Sends what the rate allows and the sockets take."""

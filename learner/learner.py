@@ -232,7 +232,7 @@ class Learner:
                 "format": "pt",
                 "narrows.final": str(session.final).lower(),
                 "narrows.run": session.run_id,
-                "narrows.versions": str([part.held for part in session.parts]),
+                "narrows.versions": str([part.base for part in session.parts]),
             }
         self._parameters.save(path, metadata)
 

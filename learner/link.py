@@ -148,9 +148,9 @@ class Link:
                 if now > moved_at + self._join_timeout_s:
                     raise self._unreachable()
                 self._lock.wait(LOOK_S)
-            held = [part.held for part in session.parts]
-            _log.info("the model is here: versions %s", held)
-            session.ramp_steps = ramp_steps if max(held) > 0 else 0
+            bases = [part.base for part in session.parts]
+            _log.info("the model is here: versions %s", bases)
+            session.ramp_steps = ramp_steps if max(bases) > 0 else 0
 
     def _missing(self) -> tuple[int, str]:
         """Level and line on what a learner that joins has not got yet."""
@@ -191,7 +191,7 @@ class Link:
                 self._wait()
         self.abort(linger_s=1.0)
         if session.heard_ending and not session.final:
-            got = f"versions {[part.held for part in session.parts]}"
+            got = f"versions {[part.base for part in session.parts]}"
             raise Unfinished("the run has ended without this learner", got=got)
 
     def abort(self, linger_s: float = 0.1) -> None:
@@ -217,7 +217,7 @@ class Link:
                 "incarnation": session.incarnation, "steps": session.steps,
                 "logged_tokens": session.tokens, "merged_tokens": session.merged_tokens,
                 "lost_tokens": session.lost_tokens,
-                "versions": [part.held for part in session.parts],
+                "versions": [part.base for part in session.parts],
                 "up_bytes": sender.sent_bytes, "down_bytes": sender.received_bytes,
             }  # fmt: skip
 

@@ -98,7 +98,7 @@ class Session:
         """The data ports on which nothing moves though it should; set by the owner of the sockets,
         too."""
         self._fingerprint = fingerprint(layout)
-        self._told: tuple[msg.Held, ...] = ()
+        self._told: tuple[msg.PublishedCopy, ...] = ()
         """Copies, as the newest Hello tells them."""
         self._push_id = 0
         self._step_times_s: deque[float] = deque(maxlen=STEP_TIMES)
@@ -125,7 +125,7 @@ class Session:
     @property
     def joined(self) -> bool:
         """The parameters stand on the run."""
-        return bool(self.parts) and all(part.held >= 0 for part in self.parts)
+        return bool(self.parts) and all(part.base >= 0 for part in self.parts)
 
     @property
     def phase(self) -> Phase:
@@ -223,7 +223,7 @@ class Session:
                 return
             self.parts = tuple(FragmentSession(each, self.incarnation, settings) for each in table)
         renewed = epoch != self.epoch
-        if renewed and self.epoch and self._told != self._holds():
+        if renewed and self.epoch and self._told != self._copies():
             # A copy was completed after the Hello that this answers: the broker has not compared
             # it with its history yet.
             self._hello(now)
@@ -236,7 +236,7 @@ class Session:
         self.refusal, self._refused_since = None, math.inf
         if renewed:
             # The broker could not compare a base whose copy was damaged.
-            back = [p.index for p in self.parts if p.index in welcome.go_back or p.tip < p.held]
+            back = [p.index for p in self.parts if p.index in welcome.go_back or p.tip < p.base]
             for part in self.parts:
                 part.new_epoch(settings, go_back=part.index in back)
             if back:
@@ -302,7 +302,7 @@ class Session:
         part = self.parts[fetch.fragment]
         has = {
             DataKind.LAYOUT: True,
-            DataKind.SEED: part.held < 0,
+            DataKind.SEED: part.base < 0,
             DataKind.PUSH: part.pushed is Pushed.WAITING and part.push_id == fetch.push_id,
         }
         if has.get(fetch.kind):
@@ -477,14 +477,14 @@ class Session:
             if not run_ended and self._pushes(part):
                 self._push_id += 1
                 self.effects.append(part.snapshot(self._push_id))
-        if all(part.head - part.held <= 1 for part in self.parts):
+        if all(part.head - part.base <= 1 for part in self.parts):
             self._warned_given_up = False
 
     def _keep(self, part: FragmentSession) -> float:
         """The share of the unpushed work that an adoption keeps."""
         if self._slow:
             return 1.0  # It is pushed whole at this very boundary.
-        missed = part.tip - part.held
+        missed = part.tip - part.base
         if missed > 1 and part.standing is Standing.BASED:
             if part.tokens and not self._warned_given_up:
                 self._warned_given_up = True
@@ -506,7 +506,7 @@ class Session:
         if self.settings.mode is Mode.DILOCO:
             return part.steps >= self.settings.sync_period_steps
         # That Beat's head, not the newest that is known: its round is over once a later one exists.
-        is_open = part.index in self.beat.collecting and self.beat.heads[part.index] == part.held
+        is_open = part.index in self.beat.collecting and self.beat.heads[part.index] == part.base
         return self.connected and (self._slow or is_open)
 
     @property
@@ -521,9 +521,9 @@ class Session:
             return False
         if part.push is None:
             # The Beat of a version says whether the run goes on: nobody may train past the goal.
-            return not self.beat.heads or self.beat.heads[part.index] < part.held
+            return not self.beat.heads or self.beat.heads[part.index] < part.base
         # A version without the push was merged by others, who took this learner for lost.
-        passed_by = part.held > part.push.base
+        passed_by = part.base > part.push.base
         steps = self.settings.sync_period_steps if passed_by else self.settings.overlap_steps
         return part.steps >= steps
 
@@ -578,18 +578,18 @@ class Session:
             if text not in self._warned_offline:
                 self._warned_offline.add(text)
                 self._note(event, text)
-        self._hello_due, self._told = now + timing.HELLO_S, self._holds()
+        self._hello_due, self._told = now + timing.HELLO_S, self._copies()
         hello = msg.Hello(
             msg.PROTOCOL, self.name, self.incarnation, self.run_id, self.epoch, self._fingerprint,
             self._told,
         )  # fmt: skip
         self.effects.append(Send(hello))
 
-    def _holds(self) -> tuple[msg.Held, ...]:
-        return tuple(msg.Held(part.tip, part.tip_digest) for part in self.parts)
+    def _copies(self) -> tuple[msg.PublishedCopy, ...]:
+        return tuple(msg.PublishedCopy(part.tip, part.tip_digest) for part in self.parts)
 
     @property
-    def _news(self) -> tuple[str | None, bool, msg.Fragments]:
+    def _news(self) -> tuple[str | None, bool, msg.FragmentIndexes]:
         """Whatever is reported at once when it changes."""
         finished = tuple(part.index for part in self.parts if part.finished)
         return self.paused, self.joined, finished if self.phase is Phase.ENDING else ()
@@ -599,8 +599,8 @@ class Session:
             return
         self._report_at, self._reported = now, self._news
         paused, _, finished = self._reported
-        held = tuple(part.held for part in self.parts)
-        report = msg.Report(self.steps, self.tokens, self.loss, held, paused, finished)
+        bases = tuple(part.base for part in self.parts)
+        report = msg.Report(self.steps, self.tokens, self.loss, bases, paused, finished)
         self.effects.append(Send(report))
 
     def _announce_again(self, now: float) -> None:

@@ -57,10 +57,10 @@ INCARNATION_PATTERN: Final = NAME_PATTERN[:-2] + r"\.[0-9a-f]{8}\Z"
 """An incarnation is a name, a dot and eight hex digits, drawn at each start of a process."""
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=TOKENS_MAX)]
-Fragment: TypeAlias = Annotated[int, Meta(ge=0, lt=FRAGMENTS_MAX)]
-Version: TypeAlias = Annotated[int, Meta(ge=0, le=VERSION_MAX)]
-HeldVersion: TypeAlias = Annotated[int, Meta(ge=-1, le=VERSION_MAX)]
-"""A version that a learner holds; -1: none yet."""
+FragmentIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=FRAGMENTS_MAX)]
+VersionNumber: TypeAlias = Annotated[int, Meta(ge=0, le=VERSION_MAX)]
+VersionOrNone: TypeAlias = Annotated[int, Meta(ge=-1, le=VERSION_MAX)]
+"""A version that a learner has; -1: none yet."""
 PushId: TypeAlias = Annotated[int, Meta(ge=0, le=VERSION_MAX)]
 """Counts the pushes of an incarnation from 1; 0: none."""
 PushTokens: TypeAlias = Annotated[int, Meta(ge=0, le=PUSH_TOKENS_MAX)]
@@ -80,9 +80,9 @@ Epoch: TypeAlias = Annotated[str, Meta(pattern=r"\A([0-9]{1,15}-[0-9a-f]{8})?\Z"
 """One life of the broker: "LIFE-NONCE", or "" for none. The nonce tells a life from one with the
 same number that began on an older copy of the state directory."""
 Port: TypeAlias = Annotated[int, Meta(ge=1, le=65535)]
-Fragments: TypeAlias = Annotated[tuple[Fragment, ...], Meta(max_length=FRAGMENTS_MAX)]
-Versions: TypeAlias = Annotated[tuple[Version, ...], Meta(max_length=FRAGMENTS_MAX)]
-HeldVersions: TypeAlias = Annotated[tuple[HeldVersion, ...], Meta(max_length=FRAGMENTS_MAX)]
+FragmentIndexes: TypeAlias = Annotated[tuple[FragmentIndex, ...], Meta(max_length=FRAGMENTS_MAX)]
+VersionNumbers: TypeAlias = Annotated[tuple[VersionNumber, ...], Meta(max_length=FRAGMENTS_MAX)]
+VersionsOrNone: TypeAlias = Annotated[tuple[VersionOrNone, ...], Meta(max_length=FRAGMENTS_MAX)]
 Ranges: TypeAlias = Annotated[
     tuple[tuple[Chunk, Annotated[int, Meta(ge=1, le=ELEMENTS_MAX)]], ...],
     Meta(min_length=1, max_length=RANGES_MAX),
@@ -196,10 +196,10 @@ class _Control(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"
     """Base of the control messages: MessagePack maps whose `type` names the message."""
 
 
-class Held(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class PublishedCopy(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The newest published copy of a fragment that a learner has: version and result digest."""
 
-    version: HeldVersion
+    version: VersionOrNone
     digest: Digest
 
 
@@ -218,7 +218,7 @@ class Hello(_Control, frozen=True):
     """The epoch that the learner followed last; "" before its first Welcome."""
     fingerprint: Fingerprint
     """Fingerprint of the layout and of the parameters that do not travel."""
-    held: Annotated[tuple[Held, ...], Meta(max_length=FRAGMENTS_MAX)]
+    copies: Annotated[tuple[PublishedCopy, ...], Meta(max_length=FRAGMENTS_MAX)]
     """Per fragment; empty before the first Welcome."""
 
 
@@ -230,20 +230,20 @@ class Report(_Control, frozen=True):
     tokens: Count
     """Tokens that this incarnation has logged."""
     loss: float | None
-    held: HeldVersions
+    bases: VersionsOrNone
     """Version that the parameters stand on, per fragment."""
     paused: Text | None = None
     """Reason why the learner makes no steps now, so that no round waits for it."""
-    finished: Fragments = ()
+    finished: FragmentIndexes = ()
     """In phase ENDING: fragments for which this learner has nothing more to push."""
 
 
 class Push(_Control, frozen=True):
     """Announces a push whose chunks travel on the uplink; repeated after every Welcome."""
 
-    fragment: Fragment
+    fragment: FragmentIndex
     push_id: Annotated[int, Meta(ge=1, le=VERSION_MAX)]
-    base: Version
+    base: VersionNumber
     """Version that the parameters stood on at the snapshot."""
     tokens: PushTokens
     """Tokens since the snapshot of the last push of this fragment."""
@@ -262,9 +262,9 @@ class Beat(_Control, frozen=True):
 
     epoch: Epoch
     phase: Phase
-    heads: Versions
+    heads: VersionNumbers
     """Newest durable version per fragment; empty before version 0."""
-    collecting: Fragments
+    collecting: FragmentIndexes
     """Fragments whose round is open."""
     period_s: Seconds
     """Seconds between two rounds of a fragment: H times the mean step time; 0: not known yet."""
@@ -285,7 +285,7 @@ class Welcome(_Control, frozen=True):
     settings: RunSettings
     uplink_port: Port
     downlink_port: Port
-    go_back: Fragments
+    go_back: FragmentIndexes
     """Fragments whose copy, as told in Hello, is not part of this broker's history: drop it and
     adopt the head."""
     beat: Beat
@@ -299,7 +299,7 @@ class Refuse(_Control, frozen=True):
     expected: Text = ""
     got: Text = ""
     remedy: Text = ""
-    fragment: Fragment = 0
+    fragment: FragmentIndex = 0
     push_id: PushId = 0
     layout: Annotated[bytes, Meta(max_length=1 << 21)] = b""
     """With `layout_differs`: the run's layout as it travels, so that the learner can name the
@@ -319,8 +319,8 @@ class Fetch(_Control, frozen=True):
     """Asks for chunks: a learner for PUBLICATION or STATE, the broker for PUSH, SEED or LAYOUT."""
 
     kind: DataKind
-    fragment: Fragment
-    version: Version
+    fragment: FragmentIndex
+    version: VersionNumber
     """0 for PUSH, SEED and LAYOUT."""
     push_id: PushId
     """The push, else 0."""
@@ -352,8 +352,8 @@ class Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     kind: DataKind
     incarnation: Annotated[str, Meta(max_length=80)]
     """The sender's (up), or that of the learner who asked (down); "" on the shared topic."""
-    fragment: Fragment
-    version: Version
+    fragment: FragmentIndex
+    version: VersionNumber
     """The version that the transfer makes; the base of a PUSH."""
     push_id: PushId
     """Number of a PUSH; in a STATE the newest push of the asker that it holds, or 0."""

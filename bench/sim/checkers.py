@@ -100,8 +100,8 @@ class Checkers:
         """A training thread is in its loop again, with or without an exception."""
         for part in site.host.session.parts:
             version = site.island.versions.get(part.index)
-            if part.standing is not Standing.ADRIFT and part.held != version:
-                what = f"fragment {part.index} of {site.name} is taken to stand on {part.held}"
+            if part.standing is not Standing.ADRIFT and part.base != version:
+                what = f"fragment {part.index} of {site.name} is taken to stand on {part.base}"
                 raise Wrong(f"whole: {what}, and stands on {version} (None: on no version)")
 
     # -- lives of the broker
@@ -161,9 +161,9 @@ class Checkers:
         ended = bool(run.config.run.goal_tokens) and host.finished is not None
         for site in run.sites:
             session = site.host.session
-            held = tuple(part.held if ended else part.tip for part in session.parts)
-            if held != heads and not (ended and site.left and not session.final):
-                raise Wrong(f"progress: {site.name} holds {held}, the heads are {heads}")
+            versions = tuple(part.base if ended else part.tip for part in session.parts)
+            if versions != heads and not (ended and site.left and not session.final):
+                raise Wrong(f"progress: {site.name} has {versions}, the heads are {heads}")
             if ended and not session.final:
                 raise Wrong(f"progress: {site.name} left without the final model")
         missing = host.finished.missing if host.finished else ()

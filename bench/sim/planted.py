@@ -60,12 +60,12 @@ def forgets_the_newest(store: Any) -> None:
 
 def says_nobody(host: Any) -> None:
     """Publications do not tell whose pushes they hold."""
-    put = host.downlink.sender.put_live
+    put = host.downlink.sender.put
 
     def nobody(topic: str, header: Header, payload: bytes) -> bool:
         return bool(put(topic, structs.replace(header, contributors=()), payload))
 
-    host.downlink.sender.put_live = nobody
+    host.downlink.sender.put = nobody
 
 
 def counts_twice(host: Any) -> None:

@@ -269,7 +269,7 @@ class Watched(Island):
         self.versions.pop(fragment.index, None)
         move(fragment, *given)
         self._site.reach()
-        self.versions[fragment.index] = self._site.host.session.parts[fragment.index].held
+        self.versions[fragment.index] = self._site.host.session.parts[fragment.index].base
 
 
 class Site:

@@ -59,11 +59,11 @@ class WildPeer:
             return self._hello()
         version = self._int(self._heads[fragment % len(self._heads)])
         self._push_id += 1
-        held = tuple(self._int(head) for head in self._heads)
+        copies = tuple(self._int(head) for head in self._heads)
         chunks = ((self._int(0), 1 + self._int(1)),)
         kind = rng.choice(list(msg.DataKind))
         wild: tuple[msg.ControlMessage, ...] = (
-            msg.Report(self._int(9), self._int(99), rng.choice([None, 1.0]), held),
+            msg.Report(self._int(9), self._int(99), rng.choice([None, 1.0]), copies),
             msg.Push(fragment, self._push_id, version, rng.randrange(99), 1 + self._int(3)),
             msg.Fetch(kind, fragment, version, rng.randrange(3), chunks),
             msg.AskStatus(),
@@ -78,9 +78,9 @@ class WildPeer:
             self._incarnation = f"{NAME}.{rng.getrandbits(32):08x}"
         name = rng.choice([NAME, NAME, NAME, "site-a"])
         mark = rng.choice([fingerprint(self._layout)] * 3 + ["0" * 32])
-        held = tuple(msg.Held(head, rng.getrandbits(64)) for head in self._heads)
+        copies = tuple(msg.PublishedCopy(head, rng.getrandbits(64)) for head in self._heads)
         epoch = rng.choice([self._epoch, ""])
-        return msg.Hello(msg.PROTOCOL, name, self._incarnation, "", epoch, mark, held)
+        return msg.Hello(msg.PROTOCOL, name, self._incarnation, "", epoch, mark, copies)
 
     def _data(self) -> list[bytes]:
         rng = self._rng

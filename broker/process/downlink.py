@@ -251,7 +251,7 @@ class Downlink:
             topic = asked_topic(requester, stream)
             self.sender.put_asked(requester, topic, header, chunk.payload)
         else:
-            self.sender.put_live(live_topic(stream), header, chunk.payload)
+            self.sender.put(live_topic(stream), header, chunk.payload)
 
     # -- to the socket
 

@@ -52,7 +52,7 @@ class Ending:
         waiting = self.state.rounds[fragment].inbox.get(member.incarnation)
         if waiting is not None and waiting.push is not None:
             return waiting.is_coming
-        return min(member.held) >= 0 and fragment not in member.told.finished
+        return min(member.bases) >= 0 and fragment not in member.told.finished
 
     def owing(self, fragment: int, now: float) -> list[Member]:
         """Learners that the last round of a fragment waits for."""
@@ -118,8 +118,8 @@ class Ending:
         """Learners that saw the end and have not got the final model, each with what it lacks."""
         lines = []
         for member in self.state.members:
-            held = zip(self.state.heads, member.held, strict=True)
-            lacks = [str(fragment) for fragment, (head, v) in enumerate(held) if v < head]
+            pairs = zip(self.state.heads, member.bases, strict=True)
+            lacks = [str(fragment) for fragment, (head, v) in enumerate(pairs) if v < head]
             if lacks and not member.has_left and member.heard_at >= self.began_at - LEAVE_S:
                 which = f"fragment{'s' * (len(lacks) > 1)} {', '.join(lacks)}"
                 lines.append(f"{member.name} ({which})")

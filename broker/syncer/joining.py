@@ -116,10 +116,10 @@ class Joining:
                 "start it with the right --state-dir: the learner trains on and comes back. To "
                 "join this run instead, start the learner again", ErrorCode.WRONG_RUN,
             )  # fmt: skip
-        if len(hello.held) not in (0, count):
+        if len(hello.copies) not in (0, count):
             raise fault(
                 "this learner's model is cut into another number of fragments",
-                f"{count} fragments, or none", str(len(hello.held)),
+                f"{count} fragments, or none", str(len(hello.copies)),
                 "start the learner again: the run's number of fragments has changed",
                 ErrorCode.LAYOUT_DIFFERS,
             )  # fmt: skip
@@ -183,14 +183,14 @@ class Joining:
         if hello.epoch == state.epoch:
             return ()
         ahead, go_back = 0, []
-        for fragment, held in enumerate(hello.held):
-            if held.version < 0:
+        for fragment, copy in enumerate(hello.copies):
+            if copy.version < 0:
                 continue
             # Without a head the directory is a copy from before version 0: seed the run anew.
             head = state.heads[fragment] if state.heads else -1
-            ahead += max(0, held.version - head)
-            known = state.published_digest(fragment, held.version) if held.version <= head else None
-            if known != held.digest:
+            ahead += max(0, copy.version - head)
+            known = state.published_digest(fragment, copy.version) if copy.version <= head else None
+            if known != copy.digest:
                 go_back.append(fragment)
         if ahead:
             text = f"{hello.name} holds {ahead} versions that this state directory has not: it is "
@@ -201,17 +201,17 @@ class Joining:
     def _member(self, hello: msg.Hello, go_back: tuple[int, ...], now: float) -> Member:
         """The member of an incarnation: the known one, or a new one in place of the last."""
         state, name = self.state, hello.name
-        held = [each.version for each in hello.held] or [-1] * state.settings.fragments
+        bases = [each.version for each in hello.copies] or [-1] * state.settings.fragments
         for fragment in go_back:
-            held[fragment] = -1
+            bases[fragment] = -1
         if state.heads:
-            held = list(map(min, held, state.heads))
+            bases = list(map(min, bases, state.heads))
         holder = state.members.by_name.get(name)
         if holder is not None and holder.incarnation == hello.incarnation:
-            holder.held = tuple(held)
+            holder.bases = tuple(bases)
             state.note("rejoined", f"{name} is back", learner=name)
             return holder
-        member = Member(name, hello.incarnation, hello.fingerprint, now, now, held=tuple(held))
+        member = Member(name, hello.incarnation, hello.fingerprint, now, now, bases=tuple(bases))
         if state.resumed is not None:
             member.merged_tokens = state.resumed.merged_tokens.get(hello.incarnation, 0)
         if holder is None:

@@ -111,13 +111,13 @@ class Syncer:
         state = self.state
         match message:
             case msg.Report():
-                if len(message.held) != (count := state.settings.fragments):
-                    expected, got = f"{count} fragments, as Welcome told", str(len(message.held))
+                if len(message.bases) != (count := state.settings.fragments):
+                    expected, got = f"{count} fragments, as Welcome told", str(len(message.bases))
                     remedy = "report -1 for a fragment without a version"
-                    raise fault("Report.held", expected, got, remedy)
+                    raise fault("Report.bases", expected, got, remedy)
                 # A learner ahead of us has not read its Welcome yet: what it holds is going away.
                 heads = state.heads if state.is_open else [-1] * count
-                member.report(message, tuple(map(min, message.held, heads)), tuple(heads), now)
+                member.report(message, tuple(map(min, message.bases, heads)), tuple(heads), now)
             case msg.Push():
                 self._pushes.announced(member, message, now)
             case msg.Fetch():

@@ -52,7 +52,7 @@ class Member:
     """When anything came from it, on the broker's clock as all times here."""
     moved_at: float
     """When it made progress: a step, a push, a chunk, an adoption, a request."""
-    held: tuple[int, ...]
+    bases: tuple[int, ...]
     """Version that its parameters stand on, per fragment; -1: none."""
     peer: str = ""
     """Its connection; "" while it has none."""
@@ -60,7 +60,7 @@ class Member:
     is_revoked: bool = False
     """Its site had no key left while it was connected."""
     told: Report = NOTHING_TOLD
-    """Its newest Report; but `held` is what its parameters stand on."""
+    """Its newest Report; but `bases` is what its parameters stand on."""
     reported_at: float = float("-inf")
     merged_at: float = float("-inf")
     """When a push of it was merged last; of who sends version 0: when a chunk came."""
@@ -104,14 +104,14 @@ class Member:
     @property
     def is_ready(self) -> bool:
         """It is connected and its parameters stand on versions of this run."""
-        return self.is_connected and min(self.held) >= 0
+        return self.is_connected and min(self.bases) >= 0
 
     def is_heard(self, now: float) -> bool:
         return self.is_connected and now < self.heard_at + HEARD_S
 
     def is_awaited(self, now: float) -> bool:
         """Rounds wait for it: it is ready, heard lately and not paused."""
-        return self.is_heard(now) and self.told.paused is None and min(self.held) >= 0
+        return self.is_heard(now) and self.told.paused is None and min(self.bases) >= 0
 
     def counts(self, period_s: float, now: float) -> bool:
         """It contributes: a push of it was merged lately."""
@@ -125,17 +125,17 @@ class Member:
             self._asked[fetch.fragment], self.taken_at = hash(fetch.chunks), now
 
     def report(
-        self, report: Report, held: tuple[int, ...], heads: tuple[int, ...], now: float
+        self, report: Report, bases: tuple[int, ...], heads: tuple[int, ...], now: float
     ) -> None:
         """Takes progress in. Step times are taken on the broker's clock: nobody's own count of
         seconds is believed."""
         is_paused = report.paused is not None or self.told.paused is not None
-        if is_paused or held == heads or held != self.held:
+        if is_paused or bases == heads or bases != self.bases:
             self.taken_at, self.taken_steps = now, report.steps
         before, self.told, self.reported_at = self.told, report, now
-        if (report.steps, held, report.finished) != (before.steps, self.held, before.finished):
+        if (report.steps, bases, report.finished) != (before.steps, self.bases, before.finished):
             self.moved_at = now
-        self.held = held
+        self.bases = bases
         if is_paused or self.counted is None:
             self.counted = (now, report.steps)
         elif report.steps > self.counted[1] and now >= self.counted[0] + INTERVAL_S_MIN:

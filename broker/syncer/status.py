@@ -63,7 +63,7 @@ def status(
 
 def _learner(state: State, member: Member, now: float) -> dict[str, object]:
     told = member.told
-    behind = [head - held for head, held in zip(state.heads, member.held, strict=False)]
+    behind = [head - base for head, base in zip(state.heads, member.bases, strict=False)]
     return {
         "incarnation": member.incarnation,
         "state": _state(member, now),
@@ -185,7 +185,7 @@ def _no_version(state: State, member: Member, now: float) -> str:
         or not expects
         or not state.is_open
         or not member.is_heard(now)
-        or member.held == tuple(state.heads)
+        or member.bases == tuple(state.heads)
     ):
         return ""
     return (

@@ -99,7 +99,7 @@ class Sender:
 
     # What is to be sent.
 
-    def put_live(self, topic: str, header: Header, payload: bytes) -> bool:
+    def put(self, topic: str, header: Header, payload: bytes) -> bool:
         """Queues a message to everybody. False: its chunk waits already."""
         return self.put_asked("", topic, header, payload)
 

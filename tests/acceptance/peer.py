@@ -114,7 +114,7 @@ class Peer:
         honest = {
             "type": "hello", "protocol": PROTOCOL, "name": self.name, "run_id": "",
             "incarnation": self.incarnation, "epoch": "", "fingerprint": self.fingerprint,
-            "held": [],
+            "copies": [],
         }  # fmt: skip
         self.tell(**honest | fields)
 

@@ -81,12 +81,12 @@ HELLOS: Final[dict[str, tuple[dict[str, Any], str]]] = {
     "path for a name": ({"name": "../../etc/passwd"}, "bad_message"),
     "incarnation of another": ({"incarnation": "good.00000001"}, "bad_name"),
     "other layout": ({"fingerprint": "0" * 32}, "layout_differs"),
-    "5,000 fragments": ({"held": [[0, 0]] * 5000}, "bad_message"),
+    "5,000 fragments": ({"copies": [[0, 0]] * 5000}, "bad_message"),
 }
 
 NONSENSE: Final[list[dict[str, Any]]] = [
-    {"type": "report", "steps": 1 << 62, "tokens": 1 << 62, "loss": -math.inf, "held": [1 << 53]},
-    {"type": "report", "steps": 0, "tokens": 1 << 62, "loss": math.nan, "held": [0],
+    {"type": "report", "steps": 1 << 62, "tokens": 1 << 62, "loss": -math.inf, "bases": [1 << 53]},
+    {"type": "report", "steps": 0, "tokens": 1 << 62, "loss": math.nan, "bases": [0],
      "paused": "\x1b[2J", "finished": [4095] * 4096},
 ]  # fmt: skip
 """Messages in good form that say nothing sensible; they are not answered."""
@@ -222,7 +222,7 @@ def test_hostile_bytes_at_each_port_are_refused_by_name(site: Site) -> None:
 FRAMES_PER_PEER: Final = 200
 
 HONEST: Final[list[dict[str, Any]]] = [
-    {"type": "report", "steps": 1, "tokens": 1, "loss": 1.0, "held": [0]},
+    {"type": "report", "steps": 1, "tokens": 1, "loss": 1.0, "bases": [0]},
     {"type": "push", "fragment": 0, "push_id": 1, "base": 0, "tokens": 5, "steps": 5},
     STATE | {"chunks": [[0, 1]]},
     ASK_STATUS,

@@ -155,9 +155,9 @@ class Desk:
             self.send(name, msg.Bye("done"))
 
     def report(self, name: str, steps: int, **fields: Any) -> list[ev.Effect]:
-        """Reports progress; the learner has adopted everything unless `held` says otherwise."""
-        held = fields.pop("held", tuple(self.heads) or (-1,) * 4)
-        return self.send(name, msg.Report(steps, 10 * steps, None, held, **fields))
+        """Reports progress; the learner has adopted everything unless `bases` says otherwise."""
+        bases = fields.pop("bases", tuple(self.heads) or (-1,) * 4)
+        return self.send(name, msg.Report(steps, 10 * steps, None, bases, **fields))
 
     def announce(self, name: str, fragment: int, push_id: int, **fields: Any) -> list[ev.Effect]:
         values: dict[str, Any] = {"base": self.heads[fragment], "tokens": 1000, "steps": 10}

@@ -147,7 +147,7 @@ def header(kind: DataKind, chunk: int, *, fragment: int = 0, incarnation: str = 
 def put_live(sender: Sender, count: int, *, streams: int = 1) -> None:
     for chunk in range(count):
         topic = f"p/{chunk % streams:02d}"
-        assert sender.put_live(topic, header(DataKind.PUBLICATION, chunk), PAYLOAD)
+        assert sender.put(topic, header(DataKind.PUBLICATION, chunk), PAYLOAD)
 
 
 def put_asked(sender: Sender, who: str, count: int, *, streams: int = 1) -> None:
@@ -211,7 +211,7 @@ def test_a_chunk_that_waits_is_not_queued_twice() -> None:
     sender = Sender()
     put_live(sender, 1)
     publication = header(DataKind.PUBLICATION, 0)
-    assert not sender.put_live("p/00", publication, PAYLOAD)
+    assert not sender.put("p/00", publication, PAYLOAD)
     mine = header(DataKind.PUBLICATION, 0, incarnation="a")
     assert not sender.put_asked("a", "r/a/00", mine, PAYLOAD), "it comes on the shared topic"
     put_asked(sender, "a", 1)
@@ -225,7 +225,7 @@ def test_what_is_discarded_does_not_leave_and_nothing_does_while_nobody_listens(
     sender = Sender()
     sender.ready = False
     put_live(sender, 3)
-    sender.put_live("p/00", header(DataKind.PUBLICATION, 0, fragment=1), PAYLOAD)
+    sender.put("p/00", header(DataKind.PUBLICATION, 0, fragment=1), PAYLOAD)
     sender.discard(lambda about: about.fragment == 0)
     assert sender.due(0.0) is None and sender.deadline(0.0) == math.inf
     sender.ready = True

@@ -100,7 +100,14 @@ def structures(header: str) -> dict[str, dict[str, str]]:
 LOCAL = list(ErrorCode)[list(ErrorCode).index(ErrorCode.BAD_DIGEST) :]
 """Codes that never travel."""
 
-STRUCTURES = msg.RunSettings, msg.Held, msg.LayoutEntry, msg.Layout, msg.Header, msg.Contributor
+STRUCTURES = (
+    msg.RunSettings,
+    msg.PublishedCopy,
+    msg.LayoutEntry,
+    msg.Layout,
+    msg.Header,
+    msg.Contributor,
+)
 CODE = {each.__name__: each for each in (*get_args(msg.ControlMessage), *STRUCTURES)}
 
 

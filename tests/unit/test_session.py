@@ -215,7 +215,7 @@ def test_a_learner_says_hello_once_it_is_connected_and_each_second_until_it_is_w
     seat.session.lost(seat.now)
     seat.done()
     (hello,) = seat.sent(msg.Hello)
-    assert (hello.run_id, hello.epoch, hello.held) == ("", "", ())
+    assert (hello.run_id, hello.epoch, hello.copies) == ("", "", ())
     seat.wait(0.5)
     assert not seat.sent(msg.Hello) and seat.session.deadline(seat.now) == seat.now + 0.5
     seat.wait(0.5)
@@ -314,7 +314,7 @@ def test_a_sign_that_the_connection_is_gone_leads_to_hello_until_a_welcome(sign:
         seat.told(epoch=EPOCH_2)
     (hello,) = seat.sent(msg.Hello)
     assert hello.epoch == EPOCH and hello.run_id == "run"
-    assert hello.held == (msg.Held(4, 1004), msg.Held(4, 1004))
+    assert hello.copies == (msg.PublishedCopy(4, 1004), msg.PublishedCopy(4, 1004))
     seat.told()  # A late Beat of the old connection is no Welcome.
     seat.wait(1.0)
     assert len(seat.sent(msg.Hello)) == 1
@@ -612,7 +612,7 @@ def test_a_learner_of_another_history_goes_back_and_says_so() -> None:
     seat.welcome(go_back=(0,))
     assert seat.session.parts[0].push is None
     assert seat.noted() == ["offline", "online", "went_back"]
-    assert seat.sent(msg.Report)[-1].held == (-1, 3)
+    assert seat.sent(msg.Report)[-1].bases == (-1, 3)
     seat.step(8)
     seat.state(0, 1)
     seat.step(8)
@@ -627,12 +627,12 @@ def test_a_learner_goes_back_if_its_copy_was_damaged_when_the_new_life_compared(
     assert seat.session.parts[0].tip == 0, "it was not asked for"
     seat.damage(0, 1)
     assert [(f.kind, f.version) for f in seat.sent(msg.Fetch)] == [(STATE, 1)]
-    assert seat.session.parts[0].held == 0 and seat.session.parts[0].push
+    assert seat.session.parts[0].base == 0 and seat.session.parts[0].push
     seat.restart(heads=(0, 0))
-    assert seat.sent(msg.Hello)[-1].held == (msg.Held(-1, 0), msg.Held(0, 1000))
+    assert seat.sent(msg.Hello)[-1].copies == (msg.PublishedCopy(-1, 0), msg.PublishedCopy(0, 1000))
     seat.welcome(heads=(0, 0))
     assert seat.noted()[-1] == "went_back"
-    assert seat.sent(msg.Report)[-1].held == (-1, 0)
+    assert seat.sent(msg.Report)[-1].bases == (-1, 0)
     seat.state(0, 0)
     seat.step()
     assert [(each.version, each.overwrite) for each in seat.take(Adopt)] == [(0, True)]
@@ -694,7 +694,7 @@ def test_a_copy_that_was_completed_after_the_hello_is_compared_by_another_one() 
     seat.epoch = EPOCH_2
     seat.welcome(heads=(0, 0))
     (hello,) = seat.sent(msg.Hello)
-    assert hello.held[0].version == 1 and hello.epoch == EPOCH
+    assert hello.copies[0].version == 1 and hello.epoch == EPOCH
     seat.welcome(heads=(0, 0), go_back=(0,))
     assert seat.session.epoch == EPOCH_2 and seat.session.parts[0].tip == -1
 

@@ -27,7 +27,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"incarnation": incarnation("b")}, "bad_name", "own name"),
     ({"life": 2}, "name_in_use", "choose another name"),
     ({"run_id": "run-0"}, "wrong_run", "the right --state-dir: the learner trains on"),
-    ({"held": (msg.Held(0, 1),)}, "layout_differs", "number of fragments"),
+    ({"copies": (msg.PublishedCopy(0, 1),)}, "layout_differs", "number of fragments"),
     ({"fingerprint": "0" * 32}, "layout_differs", "same model code"),
 ]
 
@@ -106,7 +106,9 @@ def test_a_connection_belongs_to_who_said_hello_last_and_a_learner_to_its_newest
     assert [each.peer for each in desk.take(ev.Send)] == [old], "it is told to say Hello"
 
 
-HELD = tuple(msg.Held(version, digest) for version, digest in ((5, 50), (4, 41), (3, 30), (-1, 0)))
+COPIES = tuple(
+    msg.PublishedCopy(version, digest) for version, digest in ((5, 50), (4, 41), (3, 30), (-1, 0))
+)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_a_learner_of_another_epoch_goes_back_where_its_copy_is_not_ours(
     head: int, epoch: str, go_back: tuple[int, ...], ahead: int
 ) -> None:
     desk = Desk(resumed=resumed(heads=(head,) * 4), published_digest=lambda f, v: 10 * v)
-    welcome = desk.hello("a", run_id=RUN, epoch=epoch, held=HELD)
+    welcome = desk.hello("a", run_id=RUN, epoch=epoch, copies=COPIES)
     assert (welcome.go_back, welcome.role) == (go_back, Role.ADOPT)
     noted = [(note.warning, note.fields["versions"]) for note in desk.noted("history_lost")]
     assert noted == [(True, ahead)] * (ahead > 0)
@@ -259,7 +261,7 @@ def test_the_status_of_a_run() -> None:
     desk = running("a", "b")
     desk.push("a", 0, 1)
     desk.push("b", 0, 1, tokens=3000)
-    desk.report("b", 20, held=(0, 0, 0, -1))
+    desk.report("b", 20, bases=(0, 0, 0, -1))
     status = desk.status
     assert status["phase"] == "running" and status["versions"] == [1, 0, 0, 0]
     assert (status["run_tokens"], status["merges"], status["contributions"]) == (1000, 1, 2)
@@ -268,9 +270,9 @@ def test_the_status_of_a_run() -> None:
     assert (learner["state"], learner["steps_per_s"]) == ("training", 10.0)
     assert learner["versions_behind"] == 1
     assert status["learners"]["b"]["state"] == "joining"
-    desk.report("a", 30, held=(9, 0, 0, 0))
+    desk.report("a", 30, bases=(9, 0, 0, 0))
     assert desk.status["learners"]["a"]["versions_behind"] == 0
-    assert desk.syncer.state.members.by_name["a"].held == (1, 0, 0, 0), "not ahead of the run"
+    assert desk.syncer.state.members.by_name["a"].bases == (1, 0, 0, 0), "not ahead of the run"
     message = msg.Status(status)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=msg.Status) == message
 
@@ -333,7 +335,7 @@ def test_a_closed_downlink_is_named_once_and_nobody_blamed_for_it(
         for name in "ac":
             desk.push(name, 0, 1 + second)
         desk.pass_(1.0, "a", "c", steps_per_s=steps_per_s)
-        desk.report("b", 10 + int(stepping * second), held=(0,) * 4, paused=paused)
+        desk.report("b", 10 + int(stepping * second), bases=(0,) * 4, paused=paused)
     texts = [note.text for note in desk.noted("no_version") if note.warning]
     assert len(texts) == suspected
     assert all("does a firewall close port 7072 (downlink) of the broker" in each for each in texts)
@@ -468,8 +470,8 @@ def hang(desk: Desk, seconds: int) -> None:
     """Both report. a has nothing more to push; of b nothing moves, though it owes pushes."""
     for _ in range(seconds):
         desk.now += 1.0
-        desk.report("a", 10, held=BEHIND, finished=ALL)
-        desk.report("b", 10, held=BEHIND)
+        desk.report("a", 10, bases=BEHIND, finished=ALL)
+        desk.report("b", 10, bases=BEHIND)
 
 
 def test_every_fragment_gets_a_last_round_and_everybody_the_final_model() -> None:
@@ -477,11 +479,11 @@ def test_every_fragment_gets_a_last_round_and_everybody_the_final_model() -> Non
     desk.take(ev.Merge)
     for fragment in ALL:
         desk.push("a", fragment, 10 + fragment)
-    desk.report("a", 30, held=BEHIND, finished=ALL)
+    desk.report("a", 30, bases=BEHIND, finished=ALL)
     assert not desk.take(ev.Merge), "b has pushed nothing and has not said that it is done"
     for fragment in ALL:
         desk.push("b", fragment, 10 + fragment)
-    desk.report("b", 30, held=BEHIND, finished=ALL)
+    desk.report("b", 30, bases=BEHIND, finished=ALL)
     assert events(desk) == ["CommitEnd"]
     assert desk.merges() == [(fragment, ["a", "b"], "last") for fragment in ALL]
     desk.pass_(1.0, "a", "b")
@@ -499,7 +501,7 @@ def test_every_fragment_gets_a_last_round_and_everybody_the_final_model() -> Non
 
 def test_the_end_does_not_wait_for_a_learner_whose_key_was_revoked() -> None:
     desk = at_goal("a", "b")
-    desk.report("a", 30, held=BEHIND, finished=ALL)
+    desk.report("a", 30, bases=BEHIND, finished=ALL)
     assert events(desk) == [] and "b" in str(desk.status["waiting_for"])
     desk.do(desk.syncer.revoked, ["b"])
     assert events(desk) == ["CommitEnd"]
@@ -526,11 +528,11 @@ def test_who_waited_for_a_learner_that_stands_still_is_not_given_up_with_it() ->
     desk.take(ev.Merge)
     for fragment in ALL:
         desk.push("a", fragment, 10 + fragment)
-    desk.pass_(31.0, "a", "b", held=BEHIND)
-    desk.report("a", 30, held=BEHIND, finished=(0, 1))
+    desk.pass_(31.0, "a", "b", bases=BEHIND)
+    desk.report("a", 30, bases=BEHIND, finished=(0, 1))
     assert [(fragment, names) for fragment, names, _ in desk.merges()] == [(f, ["a"]) for f in ALL]
     assert events(desk) == [], "a has not said yet whether it has more of fragments 2 and 3"
-    desk.report("a", 30, held=BEHIND, finished=ALL)
+    desk.report("a", 30, bases=BEHIND, finished=ALL)
     assert events(desk) == ["CommitEnd"], "a is waited for until it has adopted the final model"
 
 
@@ -551,7 +553,7 @@ def test_a_full_disk_at_the_end_takes_nobodys_time() -> None:
         if second == 35:
             desk.hello("b", peer="b:1")
         hang(desk, 1)
-        desk.report("c", 10, held=BEHIND)
+        desk.report("c", 10, bases=BEHIND)
     assert events(desk) == ["CommitEnd"]
     desk.do(desk.syncer.ended)
     assert desk.status["waiting_for"] == ["a, b to adopt the final model"]

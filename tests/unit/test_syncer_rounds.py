@@ -177,7 +177,7 @@ def test_lockstep_launches_at_once_and_knows_no_pace() -> None:
     )
     desk = Desk(config, resumed=resumed(heads=(5,), period_s=0.0))
     desk.hello("a")
-    desk.report("a", 0, held=(5,))
+    desk.report("a", 0, bases=(5,))
     for version in range(6, 9):
         assert desk.status["rounds"][0]["stage"] == "collecting"
         desk.push("a", 0, version)
@@ -356,7 +356,7 @@ def test_a_push_that_comes_while_the_end_is_being_written_is_ignored() -> None:
     """Its learner has been told nothing yet of the end, so it does nothing wrong."""
     desk = Desk(configure(run={"goal_tokens": 1000}), resumed=resumed())
     desk.commits = False
-    desk.hello("a", held=(msg.Held(5, 99),) * 4)
+    desk.hello("a", copies=(msg.PublishedCopy(5, 99),) * 4)
     desk.pass_(35.0, "a", finished=(0, 1, 2, 3))
     assert desk.take(ev.CommitEnd)
     desk.push("a", 0, 1)

@@ -37,14 +37,14 @@ BEAT = msg.Beat(EPOCH, msg.Phase.RUNNING, (0,), (0,), 12.5, 0, 0.0, 2e9, (254026
 CONTROL: tuple[msg.ControlMessage, ...] = (
     msg.Hello(
         msg.PROTOCOL, "site-a/0", INCARNATION, RUN_ID, EPOCH,
-        fingerprint="9ebf5dfae183ed17a71a3a11d820e2d7", held=(msg.Held(-1, 0),),
+        fingerprint="9ebf5dfae183ed17a71a3a11d820e2d7", copies=(msg.PublishedCopy(-1, 0),),
     ),
     msg.Welcome(
         RUN_ID, msg.Role.ADOPT, settings=msg.RunSettings(fragments=1, streams=1),
         uplink_port=7071, downlink_port=7072, go_back=(), beat=BEAT,
     ),
     msg.Fetch(msg.DataKind.STATE, 0, 0, 0, ((0, 1),)),
-    msg.Report(steps=4, tokens=64, loss=1.5, held=(0,), paused="evaluating", finished=(0,)),
+    msg.Report(steps=4, tokens=64, loss=1.5, bases=(0,), paused="evaluating", finished=(0,)),
     BEAT,
     msg.Push(fragment=0, push_id=1, base=0, tokens=48, steps=3),
     msg.Refuse("bad_payload", "zstd frame", "one whole frame", "damage", "", 0, 1),
@@ -159,8 +159,8 @@ def test_the_envelope_names_version_and_size(frames: list[bytes], told: str) -> 
 
 
 def test_the_largest_messages_fit_their_bounds() -> None:
-    held = (msg.Held(msg.VERSION_MAX, 2**64 - 1),) * msg.FRAGMENTS_MAX
-    hello = msgspec.structs.replace(CONTROL[0], held=held)
+    copies = (msg.PublishedCopy(msg.VERSION_MAX, 2**64 - 1),) * msg.FRAGMENTS_MAX
+    hello = msgspec.structs.replace(CONTROL[0], copies=copies)
     assert len(wire.encode_control(hello)[1]) <= msg.CONTROL_UP_BYTES_MAX
     longest = "a" * 48 + "/" + "b" * 15 + ".01234567"
     everybody = (msg.Contributor(longest, msg.VERSION_MAX),) * msg.LEARNERS_MAX
