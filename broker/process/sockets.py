@@ -32,6 +32,13 @@ LOOK_S: Final = 1.0
 FRAMES_PER_TURN: Final = 64
 """Messages that are read from one socket before the others have their turn."""
 
+FRAMES_MAX: Final = 8
+"""Frames of a message that are handed on; every message of the protocol has three. A message may
+have millions of empty ones, and libzmq makes us read them all."""
+
+SURPLUS_PER_TURN: Final = 10_000
+"""Frames beyond FRAMES_MAX that are thrown away before the loop goes on: some 10 ms."""
+
 PEERS_MAX: Final = 10_000
 """Connections whose keys are remembered, those that spoke last."""
 
@@ -83,6 +90,8 @@ class BrokerSockets:
         self._asker_is_learner = False
         self.pollable: list[Socket] = []
         """The three, and those that tell of their connections."""
+        self._in_surplus: set[Socket] = set()
+        """Sockets at which the rest of a message that is too long waits to be thrown away."""
         self._looked_at = 0.0
         self._gone: set[str] = set()
         """Keys that have left the allow list at the last look."""
@@ -265,10 +274,17 @@ class BrokerSockets:
     def _received(self, socket: Socket) -> Iterator[Received]:
         """Messages that wait at a socket, a bounded number."""
         for _ in range(FRAMES_PER_TURN):
+            if socket in self._in_surplus and not self._throw_away(socket):
+                return
             try:
-                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = [socket.recv(zmq.NOBLOCK, copy=False)]
             except zmq.Again:
                 return
+            while frames[-1].more and len(frames) < FRAMES_MAX:
+                frames.append(socket.recv(copy=False))
+            is_too_long = frames[-1].more
+            if is_too_long:
+                self._in_surplus.add(socket)
             try:
                 descriptor = int(frames[-1].get(zmq.SRCFD))
             except zmq.ZMQError:
@@ -279,7 +295,21 @@ class BrokerSockets:
                 key = str(frames[-1].get("User-Id"))
                 site = self.door.site(key)
             self._connections[socket].heard(descriptor, key)
-            yield Received(descriptor, key, site, frames)
+            if not is_too_long:
+                yield Received(descriptor, key, site, frames)
+            elif self.door is not None:
+                why = f"it sent a message of more than {FRAMES_MAX} frames"
+                self.door.keep_out(key, why, time.monotonic())
+                self._end_connections({key})
+
+    def _throw_away(self, socket: Socket) -> bool:
+        """Reads on in a message that is too long. True: it is over."""
+        for _ in range(SURPLUS_PER_TURN):
+            if not socket.getsockopt(zmq.RCVMORE):
+                self._in_surplus.remove(socket)
+                return True
+            socket.recv()
+        return False
 
     # -- the end
 
@@ -294,6 +324,7 @@ class BrokerSockets:
         for socket in self.pollable:
             socket.close(linger=round(1000 * linger_s))
         self.pollable.clear()
+        self._in_surplus.clear()
 
 
 def _open_connection(descriptor: int) -> Connection | None:

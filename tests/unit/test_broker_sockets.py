@@ -19,7 +19,7 @@ from narrows.broker.config import load_broker
 from narrows.broker.process.connections import _Known
 from narrows.broker.process.door import TOLD_MAX, Door
 from narrows.broker.process.downlink import Connection
-from narrows.broker.process.sockets import BrokerSockets
+from narrows.broker.process.sockets import SURPLUS_PER_TURN, BrokerSockets
 from narrows.proto.config import Address, parse_address
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 from narrows.proto.keys import (
@@ -295,6 +295,24 @@ def test_the_door_hears_1024_learners_and_no_flood(keys: Path) -> None:
     door.answered(other.public, CONTROLS_PER_S << 10, is_learner=False)
     assert not asks(now + 1.0), "answers count, too"
     assert door.hears(other.public, lambda: here, now, is_learner=True), "its learners are heard"
+
+
+@pytest.mark.parametrize("kind", [Kind.LEARNER_CONTROL, Kind.LEARNER_UPLINK])
+def test_a_message_of_very_many_frames_costs_its_key_the_minute_and_nobody_else(
+    keyed: Wire, keys: Path, kind: Kind
+) -> None:
+    door = keyed.sockets.door
+    assert door is not None
+    flooder = admitted(keyed, keys, "site-a")
+    other = admitted(keyed, keys, "site-b")
+    socket = keyed.dial(kind, flooder)
+    if kind is Kind.LEARNER_UPLINK:
+        keyed.until(lambda: socket.poll(0), "the subscription")
+    socket.send_multipart([b""] * (3 * SURPLUS_PER_TURN))
+    keyed.until(lambda: door.site(flooder.public) is None, "the flooder to be kept out")
+    keyed.dial(Kind.LEARNER_CONTROL, other).send_multipart([b"a", b"b"])
+    keyed.until(lambda: keyed.host.controls, "a message of somebody else")
+    assert [site for _, site, _ in keyed.host.controls] == ["site-b"] and not keyed.host.datas
 
 
 def test_who_floods_or_sends_what_workers_refuse_is_kept_out(
