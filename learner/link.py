@@ -33,7 +33,7 @@ from narrows.proto.keys import SiteKey, read_site_key
 from narrows.proto.messages import Header, Layout
 from narrows.proto.ports import Done
 from narrows.proto.sockets import Dial, Kind, needs_ipv6
-from narrows.proto.timing import HEARD_S, LEAVE_S
+from narrows.proto.timing import HEARD_S, LEAVE_S, REDIAL_S
 from narrows.proto.wire import asked_topic, live_topic
 from narrows.proto.workers import Workers
 
@@ -45,9 +45,6 @@ IDLE_S: Final = 0.25
 """Longest sleep of the background thread: some troubles are known by what does not come."""
 BLOCKED_S: Final = 10.0
 """Data that is due and does not move for so long meets a closed port."""
-REDIAL_S: Final = 5.0
-"""A socket that libzmq has given up makes all to be made anew, with the key file read again; so
-often at most."""
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 _log = logging.getLogger("narrows.learner")
