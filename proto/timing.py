@@ -36,7 +36,8 @@ OVER_CAPACITY_S: Final = 60.0
 """The same for `over_capacity`: a place is free as soon as somebody leaves."""
 
 REDIAL_S: Final = 5.0
-"""A socket that libzmq has given up is made anew, with the key file read again, so often at most."""
+"""A socket that libzmq has given up is made anew, with the key file read again, at most
+this often."""
 
 # Repair.
 

@@ -15,8 +15,9 @@ import pytest
 from msgspec.structs import replace
 
 from narrows.bench.sim.checkers import Wrong
-from narrows.bench.sim.run import ENTRIES, LAYOUT, TOKENS, Plan, Run, Walk
+from narrows.bench.sim.run import ENTRIES, LAYOUT, TOKENS, Plan, Run, Site, Walk
 from narrows.broker.config import load_broker
+from narrows.learner.boundary import Boundary
 from narrows.learner.effects import Adopt, Note
 from narrows.learner.fragment import Pushed
 from narrows.learner.host import LearnerHost
@@ -59,24 +60,25 @@ class Still(Walk):
 
 
 class Uplink:
-    """The wires of one learner, which may be full, and whose messages are checked."""
+    """The data wire of one learner, which may be full, and whose messages are checked."""
 
-    def __init__(self, host: LearnerHost) -> None:
-        self.host, self._wires, self.is_full = host, host._wires, False
-        host._wires = self
-
-    def control(self, peer: str, frames: list[bytes]) -> bool:
-        return self._wires.control(peer, frames)
+    def __init__(self, site: Site) -> None:
+        self.is_full = False
+        self._site = site
+        self._send = site.data
+        site.data = self.data  # type: ignore[method-assign]
 
     def data(self, topic: str, header: bytes, payload: bytes) -> bool:
         if self.is_full:
             return False
-        told, session = decode_header(header), self.host.session
+        told = decode_header(header)
+        session = self._site.host.session
         assert told.epoch == session.epoch, "it was queued for another life of the broker"
         is_over = told.push_id != session.parts[told.fragment].push_id
         assert told.kind is not DataKind.PUSH or not is_over, "a push that is over travels on"
-        assert len(self.host._pushed) <= len(session.parts), "pushes that are over are kept"
-        return self._wires.data(topic, header, payload)
+        kept = self._site.host.pushes
+        assert len(kept) <= len(session.parts), "pushes that are over are kept"
+        return self._send(topic, header, payload)
 
 
 class Stage:
@@ -85,10 +87,33 @@ class Stage:
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.notes: list[Note] = []
-        self.uplinks: list[Uplink] = []
         self.interrupts = 0
         self._is_between = False
         self.run = Run(plan, folder / "state", self._watch)
+        self.uplinks = [Uplink(site) for site in self.run.sites]
+        self.states: dict[int, set[int]] = {}
+        """By fragment, the versions of which the broker has served the state."""
+        self._serve = self.run.data
+        self.run.data = self._served  # type: ignore[method-assign]
+
+    def owner(self, name: str) -> Any:
+        """A part of the first learner."""
+        site = self.run.sites[0]
+        match name:
+            case "wires":
+                return site
+            case "pool" | "boundary":
+                return getattr(site, name)
+            case "fragment":
+                return site.host.session.parts[0]
+            case _:
+                return getattr(site.host, name)
+
+    def _served(self, topic: str, header: bytes, payload: bytes, lossy: bool = False) -> bool:
+        told = decode_header(header)
+        if told.kind is DataKind.STATE:
+            self.states.setdefault(told.fragment, set()).add(told.version)
+        return self._serve(topic, header, payload, lossy)
 
     @property
     def host(self) -> LearnerHost:
@@ -100,15 +125,12 @@ class Stage:
         return list(self.run.host.syncer.state.heads)
 
     def _watch(self, part: object) -> None:
-        if not isinstance(part, LearnerHost):
-            return
-        part.noted = self.notes.append
-        self.uplinks.append(Uplink(part))
-        source: Any = part._island._source
-        for name in ("join", "boundary"):
-            setattr(part, name, partial(self._between, getattr(part, name)))
-        for name in ("read", "write"):
-            setattr(source, name, partial(self._touch, getattr(source, name)))
+        if isinstance(part, LearnerHost):
+            part.noted = self.notes.append
+            for name in ("read", "snapshot", "adopt", "overwrite"):
+                setattr(part.island, name, partial(self._touch, getattr(part.island, name)))
+        elif isinstance(part, Boundary):
+            part.perform = partial(self._between, part.perform)  # type: ignore[method-assign]
 
     def _between(self, call: Callable[..., Any], *given: Any) -> Any:
         self._is_between = True
@@ -131,8 +153,7 @@ class Stage:
             if name not in UNMOVED:
                 real(*given, **named)
                 for piece in self._moved(given):
-                    source: Any = self.host._island._source
-                    source.view(piece)[::2] += 1.0
+                    self.run.sites[0].trainee.source.view(piece)[::2] += 1.0
             raise Interrupt
 
         setattr(owner, name, broken)
@@ -147,9 +168,9 @@ class Stage:
                 fragments = [fragments[effect.fragment]]
         return [piece for fragment in fragments for piece in fragment.pieces]
 
-    def _touch(self, call: Callable[..., Any], *given: Any) -> None:
+    def _touch(self, call: Callable[..., Any], *given: Any) -> Any:
         assert self._is_between, "the parameters are touched in the middle of a step"
-        call(*given)
+        return call(*given)
 
     @property
     def noted(self) -> list[str]:
@@ -193,14 +214,14 @@ def test_a_damaged_copy_is_replaced_though_the_broker_serves_older_ones(tmp_path
     stage = Stage(Calm(), tmp_path)
     stage.run.until(2.5)
     assert stage.run.host is not None
-    downlink, served = stage.run.host.downlink, stage.heads[0]
+    served = stage.heads[0]
     fetch = msg.Fetch(DataKind.STATE, 0, served, 0, ((0, 1),))
-    downlink.serve(stage.host.session.incarnation, fetch, stage.run.world.now)
+    stage.run.host.downlink.serve(stage.host.session.incarnation, fetch, stage.run.world.now)
     stage.run.until(2.7)
     # Two copies are served, and no third one is made near them.
-    assert [each.state.version for each in downlink._copies[0]] == [0, served]
+    assert stage.states[0] == {0, served}
     assert stage.host.session.parts[0].tip >= served
-    values = stage.host._tip[0].values
+    values = stage.host.tips[0].values
     values.setflags(write=True)
     values.view(np.uint32)[3] ^= 1
     stage.run.finish()
@@ -223,9 +244,10 @@ def test_parameters_that_become_nan_are_set_back_to_the_newest_version(tmp_path:
 @pytest.mark.parametrize(
     ("owner", "name", "goal"),
     [
-        ("_island", "adopt", 0), ("_island", "overwrite", 1200), ("_island", "snapshot", 0),
-        ("", "adopting", 0), ("", "adopting", 1200), ("_pool", "run", 0), ("_wires", "control", 0),
-        ("session", "_keep", 0), ("session", "_pushes", 0), ("session", "tick", 0),
+        ("island", "adopt", 0), ("island", "overwrite", 1200), ("island", "snapshot", 0),
+        ("boundary", "adopting", 0), ("boundary", "adopting", 1200), ("pool", "run", 0),
+        ("wires", "control", 0), ("fragment", "adopt", 0), ("fragment", "snapshot", 0),
+        ("session", "tick", 0),
     ],
 )  # fmt: skip
 def test_a_boundary_that_an_exception_breaks_off_moves_nothing_half_and_loses_no_effect(
@@ -236,7 +258,7 @@ def test_a_boundary_that_an_exception_breaks_off_moves_nothing_half_and_loses_no
     stage.run.until(3.0)
     tensors: list[F32] = stage.run.sites[0].trainee.source.tensors  # type: ignore[attr-defined]
     before, heads = [each.copy() for each in tensors], stage.heads
-    stage.interrupt(getattr(stage.host, owner) if owner else stage.host, name)
+    stage.interrupt(stage.owner(owner), name)
     stage.run.finish()
     assert stage.interrupts == 1
     assert all(np.array_equal(*each) for each in zip(tensors, before, strict=True))
@@ -249,7 +271,7 @@ def test_a_copy_that_a_worker_could_not_make_is_made_from_the_same_chunks(
 ) -> None:
     stage = Stage(Calm(), tmp_path)
     stage.run.until(2.0)
-    island, real, failures = stage.host._island, stage.host._island.copy, [1, 2]
+    island, real, failures = stage.host.island, stage.host.island.copy, [1, 2]
 
     def short_of_memory(*given: Any) -> Any:
         if failures:
