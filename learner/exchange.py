@@ -116,7 +116,7 @@ class Exchange:
             return session.obstacle or session.refusal or BrokerUnreachable(text, remedy=remedy)
         return BrokerUnreachable(
             f"the broker at {broker} answers, but no data moved for {self._join_timeout_s:g} s on"
-            f" {self.link.blocked_ports()}",
+            f" {session.blocked or self.link.silent_ports()}",
             remedy="data needs the two ports after control: open them in the firewall",
         )
 

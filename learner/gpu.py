@@ -64,9 +64,15 @@ class TorchIsland(HostIsland):
 
     def snapshot(self, fragment: Fragment, published: Copy) -> IslandSnapshot:
         """Copies the parameters where they are; a GPU's copy is not waited for."""
-        if isinstance(published.rounded, Tensor):
-            return snapshot_on_device(self._views(fragment), published.rounded)
-        return super().snapshot(fragment, published)
+        if not isinstance(published.rounded, Tensor):
+            return super().snapshot(fragment, published)
+        views = self._views(fragment)
+        local = torch.cat([view.reshape(-1).to(torch.float32) for view in views])
+        ready = None
+        if local.is_cuda:
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record(torch.cuda.current_stream(local.device))
+        return DeviceSnapshot(published.rounded, local, ready)
 
     def adopt(self, fragment: Fragment, rule: Adoption) -> None:
         """Moves the parameters in place, where they are."""
@@ -157,16 +163,6 @@ class DeviceSnapshot:
             inverse = torch.where(steps > 0, 1 / steps, torch.zeros_like(steps))
             codes[offset : offset + count] = (value * inverse).clamp_(-limit, limit).round_()
         return codes
-
-
-def snapshot_on_device(views: Sequence[Tensor], published: Tensor) -> DeviceSnapshot:
-    """Copies the pieces of a fragment on their device, and does not wait for the copy."""
-    local = torch.cat([view.reshape(-1).to(torch.float32) for view in views])
-    ready = None
-    if local.is_cuda:
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record(torch.cuda.current_stream(local.device))
-    return DeviceSnapshot(published, local, ready)
 
 
 def adopt_on_device(fragment: Fragment, views: Sequence[Tensor], rule: Adoption) -> None:

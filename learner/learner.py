@@ -95,10 +95,9 @@ class Learner:
             # Not sooner: between the constructor and here the optimizers' state may be loaded.
             self._exchange.join(ramp_steps(self._optimizers))
             if self._boundary == "step":
-                first, last = self._optimizers[0], self._optimizers[-1]
                 self._hooks = [
-                    first.register_step_pre_hook(lambda *_: self._before_step()),
-                    last.register_step_post_hook(lambda *_: self.step()),
+                    self._optimizers[0].register_step_pre_hook(lambda *_: self._before_step()),
+                    self._optimizers[-1].register_step_post_hook(lambda *_: self.step()),
                 ]
         except BaseException:
             self._abort()
@@ -124,7 +123,9 @@ class Learner:
 
     def until_end(self, loader: Iterable[Batch]) -> Generator[Batch]:
         """Yields the loader's batches until it ends or `should_stop`; never starts it anew."""
-        for batch in () if self.should_stop else loader:
+        if self.should_stop:
+            return
+        for batch in loader:
             if self.should_stop:  # The run has ended while the loader waited for its data.
                 return
             yield batch
@@ -194,15 +195,19 @@ class Learner:
         with self._exchange.session() as (session, now):
             own = session.tokens / max(1, session.steps)
             step_tokens = session.settings.tokens_per_run_step or own
-            return session.run_tokens(now) / step_tokens if step_tokens else 0.0
+            if not step_tokens:
+                return 0.0
+            return session.run_tokens(now) / step_tokens
 
     @property
     def progress(self) -> float:
         """Fraction of the run's goal that is reached, 0 to 1, never falling; 0 without a goal."""
         with self._exchange.session() as (session, now):
             goal = session.settings.goal_tokens
-            reached = min(1.0, session.run_tokens(now) / goal) if goal else 0.0
-        self._progress = max(self._progress, reached)  # Another life may have a larger goal.
+            if goal:
+                reached = min(1.0, session.run_tokens(now) / goal)
+                # Another life of the broker may have a larger goal.
+                self._progress = max(self._progress, reached)
         return self._progress
 
     @property
@@ -213,7 +218,9 @@ class Learner:
         its optimizers, and is 1 for every other one.
         """
         with self._exchange.session() as (session, _):
-            steps = session.ramp_steps if self._entered else ramp_steps(self._optimizers)
+            steps = session.ramp_steps
+            if not self._entered:
+                steps = ramp_steps(self._optimizers)
             return min(1.0, (session.steps + 1) / max(1, steps))
 
     @property
@@ -264,8 +271,10 @@ class Learner:
 
 
 def _refuse_several_ranks() -> None:
-    is_initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if is_initialized and (ranks := torch.distributed.get_world_size()) > 1:
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    ranks = torch.distributed.get_world_size()
+    if ranks > 1:
         raise misuse(
             "torch.distributed is initialised with several ranks",
             expected="world size 1",

@@ -50,6 +50,7 @@ class Link:
     def __init__(
         self, target: JoinTarget, layout: Layout, island: Island, *, events: Path | None
     ) -> None:
+        """`events` is a file that gets a JSON line per event."""
         self.target = target
         incarnation = f"{target.name}.{secrets.token_hex(4)}"
         self.host = LearnerHost(
@@ -90,9 +91,10 @@ class Link:
         """Sends one data message, unless the socket has no room or another thread asks."""
         if threading.current_thread() is not self._thread:
             return False
-        is_sent = self._sockets.send(topic, header, payload)
-        self.sent += is_sent
-        return is_sent
+        if not self._sockets.send(topic, header, payload):
+            return False
+        self.sent += 1
+        return True
 
     def run(self, work: Callable[[], Any], done: Done) -> None:
         """Runs `work` on the worker."""
@@ -133,9 +135,9 @@ class Link:
         if error is not None:
             raise error
 
-    def blocked_ports(self) -> str:
-        """Names the data ports on which nothing moves, after a Welcome."""
-        return self.host.session.blocked or self._sockets.blocked()
+    def silent_ports(self) -> str:
+        """Names the data port on which nothing moves, after a Welcome."""
+        return self._sockets.silent()
 
     # The background thread.
 

@@ -109,7 +109,7 @@ class Sockets:
                     self._heard.discard(stream)
         return bool(self._uplinks) and len(self._heard) == len(self._uplinks)
 
-    def blocked(self) -> str:
+    def silent(self) -> str:
         """Names the data port on which nothing moves, after a Welcome."""
         is_heard = len(self._heard) == len(self._uplinks)
         return self.ports(up=not is_heard, down=is_heard)

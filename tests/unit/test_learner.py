@@ -187,9 +187,8 @@ def test_a_data_port_that_is_closed_in_the_run_is_told_once_and_when_it_is_over(
 
     def welcomed() -> None:
         """Has the broker tell its ports anew."""
-        link = loop.learner._exchange.link
-        with link.lock:
-            link.host.lost(time.monotonic())
+        with loop.learner._exchange.link.lock:
+            loop.learner._exchange.link.host.lost(time.monotonic())
 
     state.ports = closed, downlink
     loop = Loop(run.address, "cut")
