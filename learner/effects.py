@@ -1,4 +1,4 @@
-"""What a learner's session decides: effects for its host, tasks for the training thread.
+"""The decisions of a learner's session: effects for its host, tasks for the training thread.
 
 A session is ahead of its effects when they are performed, so an effect carries all that it needs.
 Two effects touch parameters. Of these the host makes tasks, complete with the copies that they

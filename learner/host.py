@@ -157,7 +157,7 @@ class LearnerHost:
         """The parameters of the fragment have moved to this copy."""
         self.seeds.clear()  # Version 0 is durable.
         self._bases[effect.fragment] = new
-        self.session.effects.remove(effect)  # Last: an exception may come between any two lines.
+        self._drop_effect(effect)  # Last: an exception may come between any two lines.
 
     def snapshot_taken(self, effect: do.Snapshot, snapshot: IslandSnapshot) -> None:
         """The parameters are copied; a worker codes what they differ from their base."""
@@ -176,7 +176,7 @@ class LearnerHost:
             self.turn(now)
 
         self._pool.run(lambda: snapshot.encode(fragment, base, settings), coded)
-        self.session.effects.remove(effect)
+        self._drop_effect(effect)
 
     def seed_read(self, fragment: Fragment, values: F32) -> None:
         """The parameters of a fragment are read for version 0; a worker encodes them."""
@@ -204,6 +204,10 @@ class LearnerHost:
     def exchanged(self, now: float) -> None:
         """All tasks are done: what the session decided behind them may leave."""
         self._perform(now)
+
+    def _drop_effect(self, effect: do.Effect) -> None:
+        """By identity: named tuples of two kinds may be equal."""
+        self.session.effects = [each for each in self.session.effects if each is not effect]
 
     def _tasks(self) -> list[do.Task]:
         """All adoptions and snapshots that are decided, each with what it needs."""

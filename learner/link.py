@@ -89,12 +89,11 @@ class Link:
 
     def data(self, topic: str, header: bytes, payload: bytes) -> bool:
         """Sends one data message, unless the socket has no room or another thread asks."""
-        if threading.current_thread() is not self._thread:
-            return False
-        if not self._sockets.send(topic, header, payload):
-            return False
-        self.sent += 1
-        return True
+        is_own = threading.current_thread() is self._thread
+        if is_own and self._sockets.send(topic, header, payload):
+            self.sent += 1
+            return True
+        return False
 
     def run(self, work: Callable[[], Any], done: Done) -> None:
         """Runs `work` on the worker."""
@@ -126,9 +125,7 @@ class Link:
         """Raises what the training thread must hear: the background thread has ended, or the broker
         does not want this learner."""
         session = self.host.session
-        error = self._error
-        if error is None:
-            error = session.refused
+        error = self._error or session.refused
         if error is None and not session.joined and isinstance(session.obstacle, Refused):
             # A broker may still come, but one that does not admit our key does not change its mind.
             error = session.obstacle

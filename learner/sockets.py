@@ -68,8 +68,10 @@ class Sockets:
         self._opened = wanted
         uplink, downlink, streams = wanted
         nearer = self._relay or Address(self._address.host, downlink)
-        # A relay proves with the site's own key that it is of the site.
-        server = self._key.pair.public if self._relay and self._key else self._server
+        server = self._server
+        if self._relay and self._key:
+            # A relay proves with the site's own key that it is of the site.
+            server = self._key.pair.public
         self._downlinks = [
             self._dial(Kind.LEARNER_DOWNLINK, nearer, server) for _ in range(streams)
         ]
