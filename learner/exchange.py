@@ -95,15 +95,14 @@ class Exchange:
     def _missing(self) -> tuple[int, str]:
         """Level and text of a line on what a learner that joins has not got yet."""
         session = self._session
-        host = self.link.host
         if not session.connected:
             # A warning: a program that has not set logging up shows it, too.
-            what = session.obstacle or session.refusal
-            text = str(what or f"no answer from {self.link.target.broker} yet")
-            return logging.WARNING, f"{text}; trying for {self._join_timeout_s:g} s"
+            nobody = f"no answer from {self.link.target.broker} yet"
+            reason = session.obstacle or session.refusal or nobody
+            return logging.WARNING, f"{reason}; trying for {self._join_timeout_s:g} s"
         if session.beat.heads:
             return logging.INFO, "waits for the model, which is on its way"
-        if len(host.sender) or None in host.seeds.values():
+        if len(self.link.host.sender) or None in self.link.host.seeds.values():
             return logging.INFO, "sends version 0, with which the run begins"
         return logging.WARNING, "the run has not begun: `narrows status` says what it waits for"
 
