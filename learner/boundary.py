@@ -25,8 +25,8 @@ class Boundary:
         self._host = host
 
     def perform(self, decide: Callable[[], list[do.Task]], now: float) -> None:
-        """Calls the host, in `decide`, and does what it answers: the only time that the exchange
-        takes from training. The caller holds the learner's lock."""
+        """`decide` calls the host, whose answer is performed. The exchange takes no other time from
+        training. The caller holds the learner's lock."""
         decided = False
         try:
             tasks = decide()

@@ -260,7 +260,9 @@ class LearnerHost:
     def _drop_pushes(self) -> None:
         """Not sooner than here: in the session a push is over before its last effect comes."""
         parts = self.session.parts
-        gone = {place for place in self.pushes if parts[place[0]].push_id != place[1]}
+        gone = {
+            (index, push_id) for index, push_id in self.pushes if parts[index].push_id != push_id
+        }
         if gone:
             self.sender.discard(lambda header: (header.fragment, header.push_id) in gone)
         for place in gone:  # Last: what an exception leaves undone is done the next time.
@@ -279,6 +281,7 @@ class LearnerHost:
         arrived = self.payloads[index, kind, version]
         chunks = [arrived[chunk] for chunk in sorted(arrived)]
         first, _ = chunks[0]
+        # A state stands alone, a publication is added to the copy before it.
         base = None
         size = settings.state_chunk_elements
         if kind is DataKind.PUBLICATION:

@@ -111,8 +111,8 @@ class Link:
         self._thread.start()
 
     def close(self, linger_s: float) -> None:
-        """Ends the background thread and its sockets: what they have sent has `linger_s` to leave. A
-        second call is harmless."""
+        """Ends the background thread and its sockets: what they have sent has `linger_s` to leave.
+        A second call is harmless."""
         if self._is_open:
             self._is_open = False
             self._workers.wake()
