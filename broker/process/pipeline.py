@@ -22,7 +22,7 @@ import numpy as np
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import Alarm, Model, merge
 from narrows.broker.records import Contribution, FragmentState, Round, Version
-from narrows.broker.store import Recovered, Store, read_initial
+from narrows.broker.store import Recovered, read_initial
 from narrows.broker.syncer import Syncer
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.state import fault
@@ -30,7 +30,7 @@ from narrows.proto.codec import DecodedChunk, decode_chunk, values_of
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError, RemoteProtocolError
 from narrows.proto.layout import build_table
 from narrows.proto.messages import LOSSLESS, CodecName, Header, Layout
-from narrows.proto.ports import Done, Pool
+from narrows.proto.ports import Done, Pool, Store
 from narrows.proto.timing import DISK_AGAIN_S
 
 CRASH_PLACES: Final = ("merged", "appended", "durable", "installed", "published")
@@ -63,7 +63,7 @@ class Pipeline:
         self,
         config: BrokerConfig,
         pool: Pool,
-        store: Store,
+        store: Store[Version, FragmentState],
         reach: Callable[[str], None],
         note: Callable[[ev.Note], None],
     ) -> None:

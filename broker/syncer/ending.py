@@ -9,7 +9,7 @@ from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import Member
 from narrows.broker.syncer.state import Stage, State
 from narrows.proto.messages import Phase
-from narrows.proto.timing import LEAVE_MAX_S, LEAVE_S, REDIAL_S
+from narrows.proto.timing import LEAVE_MAX_S, LEAVE_S, RETURN_S
 from narrows.proto.wire import name_of
 
 
@@ -45,7 +45,7 @@ class Ending:
         if state.resumed is None or since_s >= LEAVE_S:
             return False
         taught = (name_of(incarnation) for incarnation, _ in state.resumed.merged)
-        return since_s < REDIAL_S or not all(name in state.members.by_name for name in taught)
+        return since_s < RETURN_S or not all(name in state.members.by_name for name in taught)
 
     def owes(self, member: Member, fragment: int) -> bool:
         """A push of it is on its way, or it has neither pushed nor said that nothing is left."""
