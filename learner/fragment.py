@@ -135,9 +135,9 @@ class FragmentSession:
         if key.kind is DataKind.PUBLICATION and not near < key.version <= near + AHEAD_MAX:
             return False
         # The broker may answer with a copy that it serves to others, and go on with a newer one.
-        if key.kind is DataKind.STATE and key.version < coming:
-            if self.arriving[Key(DataKind.STATE, coming)].here:
-                return False
+        is_older = key.kind is DataKind.STATE and key.version < coming
+        if is_older and self.arriving[Key(DataKind.STATE, coming)].here:
+            return False
         self.head = max(self.head, key.version)
         return self._arrival(key, now).add(header.chunk, now)
 
@@ -195,8 +195,7 @@ class FragmentSession:
     @property
     def altered(self) -> bool:
         """The copy of the version that the Beat told is here, and it is another one."""
-        digest = self.copy_digests.get(self.told.version, self.told.digest)
-        return digest != self.told.digest
+        return self.copy_digests.get(self.told.version, self.told.digest) != self.told.digest
 
     def expect(self, now: float, *, pull: bool) -> None:
         """Begins the transfers that lead from the tip to the head.
@@ -261,8 +260,7 @@ class FragmentSession:
         assert self.tip >= 0, self
         merged = self.pushed is Pushed.MERGED
         overwrite = final or self.standing is Standing.ADRIFT
-        if overwrite:
-            keep = 0.0
+        keep = 0.0 if overwrite else keep
         effect = Adopt(self.index, self.tip, self.push_id, keep, merged, overwrite)
         if keep == 0:
             self.lost_tokens += self.tokens
@@ -290,8 +288,7 @@ class FragmentSession:
             return
         self.tokens += self.push.tokens
         self.steps += self.push.steps
-        self.push = None
-        self.pushed = Pushed.NONE
+        self.push, self.pushed = None, Pushed.NONE
         if not finite:
             self.standing = Standing.ADRIFT
 
@@ -311,8 +308,7 @@ class FragmentSession:
         tokens = self.push.tokens if self.push else 0
         merged = self.pushed is Pushed.MERGED
         # First: an exception that came behind the count would have it counted twice.
-        self.push = None
-        self.pushed = Pushed.NONE
+        self.push, self.pushed = None, Pushed.NONE
         if merged:
             self.merged_tokens += tokens
         else:

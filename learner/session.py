@@ -78,6 +78,7 @@ class Session:
         self.parts: tuple[FragmentSession, ...] = ()
         """By fragment; empty before the first Welcome."""
         self.beat = NO_NEWS
+        """The newest Beat: where the run stands, as the broker told last."""
         self.ports: tuple[int, int] | None = None
         """Ports of uplink and downlink, as the newest Welcome tells them."""
         self.refused: Refused | None = None
@@ -116,7 +117,7 @@ class Session:
         self._report_at = -math.inf
         self._reported = self._news
         self._leaving_at: float | None = None
-        self._warned_offline: set[str] = set()
+        self._warned_offline: set[Note] = set()
         """The warnings of the present outage."""
         self._warned_given_up = False
         """The warning that work is given up, until no fragment is far behind any more."""
@@ -130,18 +131,13 @@ class Session:
         return bool(self.parts) and all(part.base >= 0 for part in self.parts)
 
     @property
-    def phase(self) -> Phase:
-        """Where the run stands, as the broker told last."""
-        return self.beat.phase
-
-    @property
     def stopping(self) -> bool:
         """No further inner step counts: the run ends, or this learner leaves."""
         return self._leaving_at is not None or self._run_ends
 
     @property
     def _run_ends(self) -> bool:
-        return self.phase in (Phase.ENDING, Phase.ENDED)
+        return self.beat.phase in (Phase.ENDING, Phase.ENDED)
 
     @property
     def final(self) -> bool:
@@ -157,9 +153,10 @@ class Session:
             return False
         # Version 0 is being made: its fragments are read one by one and must be of one moment, and
         # no step counts that a learner makes while it waits for version 0.
-        seeding = bool(self.parts) and not self.beat.heads
+        if self.parts and not self.beat.heads:
+            return True
         in_lockstep = any(self._in_lockstep(part, steps_ahead) for part in self.parts)
-        return seeding or in_lockstep or self._offline_too_long(now)
+        return in_lockstep or self._offline_too_long(now)
 
     def due(self, now: float) -> bool:
         """Whether the boundary after the coming step will exchange something, or wait.
@@ -177,8 +174,8 @@ class Session:
         """The run's clock in tokens. Between two Beats it goes on at the rate that the broker told.
         It never falls: it stands still while a broker of an older state has not caught up."""
         ahead_s = min(max(0.0, now - self._beat_at), EXTRAPOLATION_MAX_S)
-        told = self.beat.run_tokens + self.beat.tokens_per_s * ahead_s
-        self._clock_floor = max(self._clock_floor, told)
+        tokens = self.beat.run_tokens + self.beat.tokens_per_s * ahead_s
+        self._clock_floor = max(self._clock_floor, tokens)
         return self._clock_floor
 
     def health(self, now: float) -> str:
@@ -187,13 +184,13 @@ class Session:
             return "refused"
         if self.ended:
             return "final" if self.final else "ended"
-        if not self.joined:
-            return "blocked" if self.connected and self.blocked else "joining"
         if not self.connected:
-            return "offline"
-        if self.must_wait(now):
+            return "offline" if self.joined else "joining"
+        if self.joined and self.must_wait(now):
             return "waiting"
-        return "blocked" if self.blocked else "connected"
+        if self.blocked:
+            return "blocked"
+        return "connected" if self.joined else "joining"
 
     @property
     def awaits_data(self) -> bool:
@@ -425,7 +422,9 @@ class Session:
         if self._stepped_at is not None:
             self._step_times_s.append(now - self._stepped_at)
         self._stepped_at = now
-        if self.phase is Phase.RUNNING:  # A step that counts: the run goes on, with a larger goal.
+        if (
+            self.beat.phase is Phase.RUNNING
+        ):  # A step that counts: the run goes on, with a larger goal.
             self.heard_ending = False
         for part in self.parts:
             part.tokens += tokens
@@ -493,11 +492,10 @@ class Session:
         A fragment that was to move, or to be copied, is cast adrift: nobody knows how far that
         came. Other effects stay, since none of them does harm when it is performed twice.
         """
-        exchanges = [each for each in self.effects if isinstance(each, Adopt | Snapshot)]
-        touched = {each.fragment for each in exchanges}
+        touched = {each.fragment for each in self.effects if isinstance(each, Adopt | Snapshot)}
         if not decided:
-            touched = set(range(len(self.parts)))
-        self.effects = [each for each in self.effects if each not in exchanges]
+            touched = {part.index for part in self.parts}
+        self.effects = [each for each in self.effects if not isinstance(each, Adopt | Snapshot)]
         for part in self.parts:
             part.assembling = None  # Its effect may be lost. To make a copy twice does no harm.
             if part.index in touched:
@@ -517,12 +515,11 @@ class Session:
         """Adopts, then pushes, fragment by fragment."""
         if self.ended:
             return
+        has_ended = self.beat.phase is Phase.ENDED
         for part in self.parts:
             if self._adopts(part):
-                if self.phase is Phase.ENDED:
-                    self.effects.append(part.adopt(0.0, final=True))
-                else:
-                    self.effects.append(part.adopt(self._keep(part)))
+                keep = 0.0 if has_ended else self._keep(part)
+                self.effects.append(part.adopt(keep, final=has_ended))
             if self._pushes(part):
                 self._push_id += 1
                 self.effects.append(part.snapshot(self._push_id))
@@ -531,7 +528,7 @@ class Session:
 
     def _adopts(self, part: FragmentSession) -> bool:
         """Whether the parameters of a fragment move to its newest copy at this boundary."""
-        if self.phase is Phase.ENDED:  # They take the final model and no version before it.
+        if self.beat.phase is Phase.ENDED:  # They take the final model and no version before it.
             return part.tip == part.head >= 0 and part.standing is not Standing.FINAL
         return part.can_adopt
 
@@ -559,7 +556,7 @@ class Session:
         steps = part.steps + steps_ahead
         is_ready = part.standing is Standing.BASED and part.push is None and steps > 0
         if not is_ready or self.stopping:
-            return is_ready and self.phase is not Phase.ENDED
+            return is_ready and self.beat.phase is not Phase.ENDED
         if self.settings.mode is Mode.DILOCO:
             return steps >= self.settings.sync_period_steps
         # That Beat's head, not the newest that is known: its round is over once a later one exists.
@@ -648,15 +645,15 @@ class Session:
 
     def _warn_offline(self, now: float) -> None:
         """Warns of an outage, once for each reason, and once that it has become too long."""
-        event = "offline"
-        text = "training goes on without the broker"
+        reason = self.obstacle or self.refusal or "it is not heard"
+        warning = Note("offline", f"training goes on without the broker: {reason}")
         if self._offline_too_long(now):
-            event = "paused"
-            text = f"training pauses after {self.settings.max_offline_s:.0f} s without the broker"
-        text = f"{text}: {self.obstacle or self.refusal or 'it is not heard'}"
-        if text not in self._warned_offline:
-            self._warned_offline.add(text)
-            self._note(event, text)
+            limit_s = self.settings.max_offline_s
+            text = f"training pauses after {limit_s:.0f} s without the broker: {reason}"
+            warning = Note("paused", text)
+        if warning not in self._warned_offline:
+            self._warned_offline.add(warning)
+            self.effects.append(warning)
 
     def _copies(self) -> tuple[msg.PublishedCopy, ...]:
         return tuple(part.newest_copy for part in self.parts)
@@ -665,7 +662,7 @@ class Session:
     def _news(self) -> tuple[str | None, bool, msg.FragmentIndexes]:
         """Whatever is reported at once when it changes."""
         finished: msg.FragmentIndexes = ()
-        if self.phase is Phase.ENDING:
+        if self.beat.phase is Phase.ENDING:
             finished = tuple(part.index for part in self.parts if part.finished)
         return self.paused, self.joined, finished
 
@@ -705,7 +702,7 @@ class Session:
         # In a run that ends, a broker that is here decides how long the last rounds may take.
         moved_at = max(self._moved_at, self._heard_at) if self.heard_ending else self._moved_at
         leave_max_s = math.inf if self._run_ends else timing.LEAVE_MAX_S
-        if self.phase is Phase.ENDED and self.final:
+        if self.beat.phase is Phase.ENDED and self.final:
             reason = "the run has ended"
         elif self._leaving_at is None:
             return
