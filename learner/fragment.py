@@ -114,6 +114,11 @@ class FragmentSession:
         return self.push.push_id if self.push else 0
 
     @property
+    def pushed_tokens(self) -> int:
+        """Tokens of the steps that this push has taken."""
+        return self.push.tokens if self.push else 0
+
+    @property
     def newest_copy(self) -> msg.PublishedCopy:
         """The copy at the tip, as Hello tells it."""
         return msg.PublishedCopy(self.tip, self.copy_digests.get(self.tip, 0))
@@ -240,8 +245,7 @@ class FragmentSession:
             self._drop_arriving_up_to(key.version)
         chunks = self.fragment.chunk_count(size)
         transfer = Transfer(chunks, now, unasked=not pull, streams=self.settings.streams)
-        self.arriving[key] = transfer
-        return transfer
+        return self.arriving.setdefault(key, transfer)
 
     def _drop_arriving_up_to(self, version: int) -> None:
         self.arriving = {key: each for key, each in self.arriving.items() if key.version > version}
@@ -260,7 +264,8 @@ class FragmentSession:
         assert self.tip >= 0, self
         merged = self.pushed is Pushed.MERGED
         overwrite = final or self.standing is Standing.ADRIFT
-        keep = 0.0 if overwrite else keep
+        if overwrite:
+            keep = 0.0
         effect = Adopt(self.index, self.tip, self.push_id, keep, merged, overwrite)
         if keep == 0:
             self.lost_tokens += self.tokens
@@ -305,7 +310,7 @@ class FragmentSession:
 
     def _settle(self) -> None:
         """The push, if there is one, is over: a version holds it, or its work is overwritten."""
-        tokens = self.push.tokens if self.push else 0
+        tokens = self.pushed_tokens
         merged = self.pushed is Pushed.MERGED
         # First: an exception that came behind the count would have it counted twice.
         self.push, self.pushed = None, Pushed.NONE

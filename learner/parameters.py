@@ -113,8 +113,7 @@ class Parameters:
 
         The tensors share the model's memory, as those of `nn.Module.state_dict` do.
         """
-        state: dict[str, Any] = self.module.state_dict()
-        return {clean_name(name): value for name, value in state.items()}
+        return {clean_name(name): value for name, value in self.module.state_dict().items()}
 
     def save(self, path: str | os.PathLike[str], metadata: Mapping[str, str]) -> None:
         """Writes `state_dict()` as safetensors, for a strict `load_state_dict`.

@@ -56,6 +56,9 @@ NOT_NOTED_AGAIN: Final = {
 }
 """The end of the last of those notes, by whether the parameters were finite."""
 
+LAST_PHASES: Final = (Phase.ENDING, Phase.ENDED)
+"""The run has reached its goal."""
+
 NO_NEWS: Final = msg.Beat("", Phase.SEEDING, (), (), 0.0, 0, 0.0, 0.0)
 """The newest Beat before the first."""
 
@@ -133,11 +136,7 @@ class Session:
     @property
     def stopping(self) -> bool:
         """No further inner step counts: the run ends, or this learner leaves."""
-        return self._leaving_at is not None or self._run_ends
-
-    @property
-    def _run_ends(self) -> bool:
-        return self.beat.phase in (Phase.ENDING, Phase.ENDED)
+        return self._leaving_at is not None or self.beat.phase in LAST_PHASES
 
     @property
     def final(self) -> bool:
@@ -153,10 +152,9 @@ class Session:
             return False
         # Version 0 is being made: its fragments are read one by one and must be of one moment, and
         # no step counts that a learner makes while it waits for version 0.
-        if self.parts and not self.beat.heads:
-            return True
+        seeding = bool(self.parts) and not self.beat.heads
         in_lockstep = any(self._in_lockstep(part, steps_ahead) for part in self.parts)
-        return in_lockstep or self._offline_too_long(now)
+        return seeding or in_lockstep or self._offline_too_long(now)
 
     def due(self, now: float) -> bool:
         """Whether the boundary after the coming step will exchange something, or wait.
@@ -195,8 +193,8 @@ class Session:
     @property
     def awaits_data(self) -> bool:
         """Chunks that lead to the newest version are not here yet, and the broker is."""
-        pulled = [each for part in self.parts for _, each in part.pulled]
-        return self.connected and not all(each.complete for each in pulled)
+        transfers = [transfer for part in self.parts for _, transfer in part.pulled]
+        return self.connected and not all(transfer.complete for transfer in transfers)
 
     @property
     def merged_tokens(self) -> int:
@@ -297,7 +295,7 @@ class Session:
         was_away = now >= self._beat_at + timing.SILENT_S
         self.beat = beat
         self._beat_at = now
-        self.heard_ending = self.heard_ending or self._run_ends
+        self.heard_ending = self.heard_ending or self.beat.phase in LAST_PHASES
         for part, head in zip(self.parts, beat.heads, strict=False):  # No heads before version 0.
             part.head = max(part.head, head)
         for part, head, digest in zip(self.parts, beat.heads, beat.digests, strict=False):
@@ -441,14 +439,13 @@ class Session:
     def encoded(self, index: int, push_id: int, now: float) -> None:
         """The push is coded: it is announced and sent."""
         part = self.parts[index]
-        if part.push is None or part.push_id != push_id:
-            return  # It was given up meanwhile.
-        part.pushed = Pushed.WAITING
-        part.failed_codings = 0
-        self._moved_at = now
-        if self.connected:
-            self._announce(part, now)
-        self.effects.append(SendChunks(DataKind.PUSH, index, push_id))
+        if part.push_id == push_id:  # Else it was given up meanwhile.
+            part.pushed = Pushed.WAITING
+            part.failed_codings = 0
+            self._moved_at = now
+            if self.connected:
+                self._announce(part, now)
+            self.effects.append(SendChunks(DataKind.PUSH, index, push_id))
 
     def sent(self, now: float) -> None:
         """A chunk of this learner has left: what it waits for is under way."""
@@ -503,7 +500,11 @@ class Session:
         if not touched:
             return
         if self.ended:  # It was to leave with the final model, which it has not.
-            self.effects = [each for each in self.effects if not _says_bye(each)]
+            self.effects = [
+                each
+                for each in self.effects
+                if not isinstance(each, Send) or not isinstance(each.message, msg.Bye)
+            ]
             self.ended = False
         self._note(
             "broken_off",
@@ -518,8 +519,7 @@ class Session:
         has_ended = self.beat.phase is Phase.ENDED
         for part in self.parts:
             if self._adopts(part):
-                keep = 0.0 if has_ended else self._keep(part)
-                self.effects.append(part.adopt(keep, final=has_ended))
+                self.effects.append(part.adopt(self._keep(part), final=has_ended))
             if self._pushes(part):
                 self._push_id += 1
                 self.effects.append(part.snapshot(self._push_id))
@@ -534,6 +534,8 @@ class Session:
 
     def _keep(self, part: FragmentSession) -> float:
         """The share of the unpushed work that an adoption keeps."""
+        if self.beat.phase is Phase.ENDED:
+            return 0.0  # The final model is everybody's, bit for bit.
         if self._is_slow():
             return 1.0  # It is pushed whole at this very boundary.
         missed = part.tip - part.base
@@ -624,8 +626,7 @@ class Session:
             max(part.again_at, each.deadline(now)) for part in self.parts for _, each in part.pulled
         ]
         retries = [part.again_at for part in self.parts if now < part.again_at]
-        silent_at = self._heard_at + timing.SILENT_S
-        return min(leave_at, self._report_due, silent_at, *asks, *retries)
+        return min(leave_at, self._report_due, self._heard_at + timing.SILENT_S, *asks, *retries)
 
     @property
     def _report_due(self) -> float:
@@ -648,9 +649,8 @@ class Session:
         reason = self.obstacle or self.refusal or "it is not heard"
         warning = Note("offline", f"training goes on without the broker: {reason}")
         if self._offline_too_long(now):
-            limit_s = self.settings.max_offline_s
-            text = f"training pauses after {limit_s:.0f} s without the broker: {reason}"
-            warning = Note("paused", text)
+            after = f"after {self.settings.max_offline_s:.0f} s"
+            warning = Note("paused", f"training pauses {after} without the broker: {reason}")
         if warning not in self._warned_offline:
             self._warned_offline.add(warning)
             self.effects.append(warning)
@@ -661,9 +661,8 @@ class Session:
     @property
     def _news(self) -> tuple[str | None, bool, msg.FragmentIndexes]:
         """Whatever is reported at once when it changes."""
-        finished: msg.FragmentIndexes = ()
-        if self.beat.phase is Phase.ENDING:
-            finished = tuple(part.index for part in self.parts if part.finished)
+        is_ending = self.beat.phase is Phase.ENDING
+        finished = tuple(part.index for part in self.parts if is_ending and part.finished)
         return self.paused, self.joined, finished
 
     def _report(self, now: float) -> None:
@@ -678,8 +677,7 @@ class Session:
 
     def _announce(self, part: FragmentSession, now: float, after_s: float = 0.0) -> None:
         """Announces a push that waits for its outcome, if it was not announced for `after_s`."""
-        is_due = now >= part.announced_at + after_s
-        if part.push and part.pushed is Pushed.WAITING and is_due:
+        if part.push and part.pushed is Pushed.WAITING and now >= part.announced_at + after_s:
             part.announced_at = now
             self.effects.append(Send(part.push))
 
@@ -687,9 +685,7 @@ class Session:
         """Fetches what is missing and due, within one window for all fragments."""
         asked = sum(each.asked for part in self.parts for each in part.arriving.values())
         room = self.settings.window_messages - asked
-        for part in self.parts:
-            if now < part.again_at:
-                continue
+        for part in [each for each in self.parts if now >= each.again_at]:
             part.expect(now, pull=False)
             for key, transfer in part.pulled:
                 if ranges := transfer.ask(now, self._data_at, room + transfer.asked):
@@ -699,9 +695,11 @@ class Session:
 
     def _end_if_due(self, now: float) -> None:
         """Says Bye once the final model is adopted, or once leaving has nothing to wait for."""
-        # In a run that ends, a broker that is here decides how long the last rounds may take.
-        moved_at = max(self._moved_at, self._heard_at) if self.heard_ending else self._moved_at
-        leave_max_s = math.inf if self._run_ends else timing.LEAVE_MAX_S
+        moved_at = self._moved_at
+        if self.heard_ending:
+            # In a run that ends, a broker that is here decides how long the last rounds may take.
+            moved_at = max(moved_at, self._heard_at)
+        leave_max_s = math.inf if self.beat.phase in LAST_PHASES else timing.LEAVE_MAX_S
         if self.beat.phase is Phase.ENDED and self.final:
             reason = "the run has ended"
         elif self._leaving_at is None:
@@ -725,19 +723,13 @@ class Session:
 
     def check(self) -> None:
         """Asserts what always holds; the simulator calls it after every event."""
-        for part in self.parts:
-            part.check()
-            assert part.push is None or 0 < part.push.push_id <= self._push_id, part
-        ids = [part.push.push_id for part in self.parts if part.push]
+        ids = [part.push_id for part in self.parts if part.push]
         assert len(ids) == len(set(ids)), ids
         for part in self.parts:
-            pushed = part.push.tokens if part.push else 0
-            known = part.merged_tokens + part.lost_tokens + pushed + part.tokens
+            part.check()
+            assert part.push is None or 0 < part.push_id <= self._push_id, part
+            known = part.merged_tokens + part.lost_tokens + part.pushed_tokens + part.tokens
             assert known == self.tokens, part
-
-
-def _says_bye(effect: Effect) -> bool:
-    return isinstance(effect, Send) and isinstance(effect.message, msg.Bye)
 
 
 def refused(code: ErrorCode, why: NarrowsError | msg.Refuse) -> Refused:

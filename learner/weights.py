@@ -86,8 +86,7 @@ class WeightWatch:
                 remedy="Make it after whatever replaces the parameters. One that keeps master"
                 " weights of its own cannot take part.",
             )
-        outside = self._strangers(self._optimized())
-        if outside:
+        if outside := self._strangers(self._optimized()):
             self._known.update(outside)
             self._warn(
                 f"parameters of the optimizer do not travel, each learner keeps its own:"
@@ -158,14 +157,13 @@ class WeightWatch:
         adoption = float(((after - before) * moved).norm())
         back = float(((now - before) * moved).norm())
         step = float((self._step * moved).norm())
-        if adoption <= CLEARLY * step:
-            return
-        if adoption <= CLEARLY * back:
-            self._undone = 0
-            self._kept += 1
-            return
-        self._undone += 1
-        self._kept = 0
+        if adoption > CLEARLY * step:
+            if adoption > CLEARLY * back:
+                self._undone += 1
+                self._kept = 0
+            else:
+                self._undone = 0
+                self._kept += 1
         if self._undone >= UNDONE_RUNNING:
             raise misuse(
                 "the optimizer's step took back what was adopted, twice running: it seems to keep"
@@ -197,8 +195,7 @@ class WeightWatch:
         return [each for each in tensors if each.requires_grad and each not in self._known]
 
     def _raise_for_strangers(self, tensors: Iterable[Tensor]) -> None:
-        strangers = self._strangers(tensors)
-        if strangers:
+        if strangers := self._strangers(tensors):
             raise misuse(
                 f"parameters train that do not travel: {self._described(strangers)}",
                 expected="those that required gradients when the Learner was made",
