@@ -14,10 +14,9 @@ boundaries between two inner steps:
 from __future__ import annotations
 
 import math
-from collections import deque
-from statistics import median
 from typing import Final
 
+from narrows.learner.clock import RunClock, StepTimes
 from narrows.learner.effects import Adopt, Effect, Note, Send, SendChunks, Snapshot
 from narrows.learner.fragment import FragmentSession, Pushed, Standing
 from narrows.proto import messages as msg
@@ -25,12 +24,6 @@ from narrows.proto import timing
 from narrows.proto.errors import ErrorCode, NarrowsError, Refused
 from narrows.proto.layout import build_table, fingerprint
 from narrows.proto.messages import PUBLICATIONS_KEPT, DataKind, Mode, Phase, Role
-
-STEP_TIMES: Final = 8
-"""Newest step times whose median is the learner's own."""
-
-EXTRAPOLATION_MAX_S: Final = 10.0
-"""The run's clock goes on for so long without news from the broker."""
 
 LATE_S: Final = 10.0
 """Copies that stay behind the heads for so long, while Beats come, are warned of."""
@@ -81,7 +74,7 @@ class Session:
         self.parts: tuple[FragmentSession, ...] = ()
         """By fragment; empty before the first Welcome."""
         self.beat = NO_NEWS
-        """The newest Beat: where the run stands, as the broker told last."""
+        """The newest Beat; its phase is where the run stands, as far as this learner knows."""
         self.ports: tuple[int, int] | None = None
         """Ports of uplink and downlink, as the newest Welcome tells them."""
         self.refused: Refused | None = None
@@ -107,8 +100,8 @@ class Session:
         self._hello_copies: tuple[msg.PublishedCopy, ...] = ()
         """Copies, as the newest Hello tells them."""
         self._push_id = 0
-        self._step_times_s: deque[float] = deque(maxlen=STEP_TIMES)
-        self._stepped_at: float | None = None
+        self._run_clock = RunClock()
+        self._step_times = StepTimes()
         self._heard_at = self._data_at = self._beat_at = self._moved_at = now
         self._abreast_at = math.inf
         """When a Beat last told a head that is here, or came after a silence; infinite: there is
@@ -124,7 +117,6 @@ class Session:
         """The warnings of the present outage."""
         self._warned_given_up = False
         """The warning that work is given up, until no fragment is far behind any more."""
-        self._clock_floor = 0.0
 
     # What the training thread asks.
 
@@ -159,9 +151,9 @@ class Session:
     def due(self, now: float) -> bool:
         """Whether the boundary after the coming step will exchange something, or wait.
 
-        If nothing else happens until then, no exchange comes without it. It may be True for
-        nothing, since the time of the coming step decides whether this learner is slow. Of an
-        outage that becomes too long during that step it knows nothing.
+        If it is False and no event comes until then, the boundary moves and copies nothing. It may
+        be True in vain: only the time of the coming step shows whether this learner is slow. An
+        outage that becomes too long during the coming step is due at the boundary after it.
         """
         if self.ended:
             return False
@@ -169,12 +161,8 @@ class Session:
         return exchanges or self.must_wait(now, steps_ahead=1)
 
     def run_tokens(self, now: float) -> float:
-        """The run's clock in tokens. Between two Beats it goes on at the rate that the broker told.
-        It never falls: it stands still while a broker of an older state has not caught up."""
-        ahead_s = min(max(0.0, now - self._beat_at), EXTRAPOLATION_MAX_S)
-        tokens = self.beat.run_tokens + self.beat.tokens_per_s * ahead_s
-        self._clock_floor = max(self._clock_floor, tokens)
-        return self._clock_floor
+        """The run's clock in tokens of all learners. It never falls."""
+        return self._run_clock.tokens(self.beat, now - self._beat_at)
 
     def health(self, now: float) -> str:
         """One word: refused, final, ended, offline, joining, waiting, blocked or connected."""
@@ -417,9 +405,7 @@ class Session:
         self.steps += 1
         self.tokens += tokens
         self.loss = loss
-        if self._stepped_at is not None:
-            self._step_times_s.append(now - self._stepped_at)
-        self._stepped_at = now
+        self._step_times.stepped(now)
         if (
             self.beat.phase is Phase.RUNNING
         ):  # A step that counts: the run goes on, with a larger goal.
@@ -433,7 +419,7 @@ class Session:
 
     def join(self) -> None:
         """Between two steps, while none is made: before the first, in lockstep, at the end."""
-        self._stepped_at = None  # The wait is no part of a step's time.
+        self._step_times.interrupt()
         self._exchange()
 
     def encoded(self, index: int, push_id: int, now: float) -> None:
@@ -465,7 +451,7 @@ class Session:
     def pause(self, reason: str | None) -> None:
         """The loop makes no steps for a while, so no round should wait for it; None: it does."""
         self.paused = reason
-        self._stepped_at = None  # The pause is no part of a step's time.
+        self._step_times.interrupt()
 
     def leave(self, now: float) -> None:
         """The loop is over: push what is left, wait for what is merged or final, then Bye.
@@ -569,13 +555,8 @@ class Session:
         """A step takes longer than half a period, so this learner meets open rounds by luck. With
         `steps_ahead`: that may become so, however long those steps take."""
         late_s = self.beat.period_s * timing.LATE_STEP_PERIODS
-        return self.settings.mode is not Mode.DILOCO and 0 < late_s < self._step_s(steps_ahead)
-
-    def _step_s(self, steps_ahead: int = 0) -> float:
-        """The time of a step, 0 if it is not known yet. Steps ahead may take for ever: with them it
-        is an upper bound."""
-        times_s = [*self._step_times_s, *[math.inf] * steps_ahead]
-        return median(times_s[-STEP_TIMES:]) if times_s else 0.0
+        step_s = self._step_times.median_s(steps_ahead)
+        return self.settings.mode is not Mode.DILOCO and 0 < late_s < step_s
 
     def _in_lockstep(self, part: FragmentSession, steps_ahead: int) -> bool:
         """In mode diloco: the version that holds the push is waited for, tau steps after it."""
@@ -631,7 +612,7 @@ class Session:
     @property
     def _report_due(self) -> float:
         # The broker takes step times from Reports: one at a boundary is exact, so it goes first.
-        return self._report_at + timing.REPORT_S + min(self._step_s(), timing.REPORT_S)
+        return self._report_at + timing.REPORT_S + min(self._step_times.median_s(), timing.REPORT_S)
 
     def _hello(self, now: float) -> None:
         if self.joined:
