@@ -96,12 +96,11 @@ def bare_optimizers(optimizer: Any) -> list[Optimizer]:
     # Accelerate's wrapper is one by its type, but only lends the groups of the one that it wraps.
     if isinstance(optimizer, Optimizer) and "param_groups" in vars(optimizer):
         return [optimizer]
+    if isinstance(optimizer, Sequence) and len(optimizer):
+        return [bare for each in optimizer for bare in bare_optimizers(each)]
     inside = getattr(optimizer, "optimizers", None) or getattr(optimizer, "optimizer", None)
-    parts = [inside]
-    if isinstance(optimizer, Sequence):
-        parts = list(optimizer)
-    if parts and parts != [None]:
-        return [bare for part in parts for bare in bare_optimizers(part)]
+    if inside is not None:
+        return bare_optimizers(inside)
     raise misuse(
         "optimizer is of the wrong kind",
         expected="a torch.optim.Optimizer, a list of them, or a wrapper around one",

@@ -35,8 +35,8 @@ RETRIED_S: Final[dict[str, float]] = {
     ErrorCode.OVER_CAPACITY: timing.OVER_CAPACITY_S,
 }  # fmt: skip
 """Refusals of the session, and how long the learner says Hello again before it raises; 0: time does
-not heal them. Another run is an outage: it is met where the broker's state directory was lost, and
-the learner's run is back once that is. Every other code refuses a message."""
+not heal them. Another run is an outage: a learner meets it where the broker's state directory was
+lost, and its own run is back once the directory is. Every other code refuses a message."""
 
 FAILED_CODINGS_TOLD: Final = 3
 """So many pushes running that cannot be coded are noted, the last one with the remedy."""
@@ -104,8 +104,8 @@ class Session:
         self._step_times = StepTimes()
         self._heard_at = self._data_at = self._beat_at = self._moved_at = now
         self._abreast_at = math.inf
-        """When a Beat last told a head that is here, or came after a silence; infinite: there is
-        nothing to be late."""
+        """When a Beat last told a head that is here, or came after a silence. Infinite: no copy can
+        be late yet, or the lateness is noted."""
         self._refused_at = now
         """When the broker refused this learner first, if `refusal` is set."""
         self._hello_due = math.inf
@@ -304,8 +304,8 @@ class Session:
     def _drop_altered(self, part: FragmentSession, now: float) -> None:
         """Beats pass no relay: a copy of another digest than a Beat tells was altered on its way.
 
-        The parameters may stand on it, or on one before it that no Beat named: what they differ
-        from the next copy is not this learner's work.
+        The parameters may stand on it, or on one before it that no Beat named: their difference to
+        the next copy is not this learner's work.
         """
         if not part.altered:
             return
@@ -406,10 +406,8 @@ class Session:
         self.tokens += tokens
         self.loss = loss
         self._step_times.stepped(now)
-        if (
-            self.beat.phase is Phase.RUNNING
-        ):  # A step that counts: the run goes on, with a larger goal.
-            self.heard_ending = False
+        if self.beat.phase is Phase.RUNNING:
+            self.heard_ending = False  # The step counts: the run goes on, with a larger goal.
         for part in self.parts:
             part.tokens += tokens
             part.steps += 1
@@ -434,7 +432,7 @@ class Session:
             self.effects.append(SendChunks(DataKind.PUSH, index, push_id))
 
     def sent(self, now: float) -> None:
-        """A chunk of this learner has left: what it waits for is under way."""
+        """A chunk of this learner has left: its push is under way."""
         self._moved_at = now
 
     def encode_failed(self, index: int, push_id: int, *, reason: str, finite: bool = True) -> None:
@@ -449,7 +447,7 @@ class Session:
             self._note("encode_failed", f"fragment {index}: {reason}")
 
     def pause(self, reason: str | None) -> None:
-        """The loop makes no steps for a while, so no round should wait for it; None: it does."""
+        """The loop makes no steps for a while, so no round should wait for it; None: it goes on."""
         self.paused = reason
         self._step_times.interrupt()
 
@@ -485,7 +483,7 @@ class Session:
                 part.cast_adrift(self.tokens)
         if not touched:
             return
-        if self.ended:  # It was to leave with the final model, which it has not.
+        if self.ended:  # It was to leave with the final model, and does not have that now.
             self.effects = [
                 each
                 for each in self.effects
@@ -559,7 +557,8 @@ class Session:
         return self.settings.mode is not Mode.DILOCO and 0 < late_s < step_s
 
     def _in_lockstep(self, part: FragmentSession, steps_ahead: int) -> bool:
-        """In mode diloco: the version that holds the push is waited for, tau steps after it."""
+        """In mode diloco a learner waits for the version that holds its push, from `overlap_steps`
+        steps after the push on."""
         if self.settings.mode is not Mode.DILOCO:
             return False
         if part.push is None:
@@ -641,7 +640,7 @@ class Session:
 
     @property
     def _news(self) -> tuple[str | None, bool, msg.FragmentIndexes]:
-        """Whatever is reported at once when it changes."""
+        """The part of a Report that goes out at once when it changes."""
         is_ending = self.beat.phase is Phase.ENDING
         finished = tuple(part.index for part in self.parts if is_ending and part.finished)
         return self.paused, self.joined, finished
