@@ -1,5 +1,5 @@
-"""What the training loop hands over: tokens and losses of a step, and the optimizers, which tell
-how long a newcomer warms up."""
+"""The training loop's part: it logs tokens and losses of a step, and its optimizers tell how long a
+newcomer warms up."""
 
 from __future__ import annotations
 
@@ -38,8 +38,11 @@ class StepLog:
     def add(self, tokens: int, loss: Loss | None) -> None:
         """Raises LocalProtocolError MISUSE."""
         if isinstance(tokens, Tensor):  # Reading it could wait for its device.
-            remedy = "Count on the host, for instance batch.numel()."
-            raise misuse("tokens is a tensor", expected="an int", remedy=remedy)
+            raise misuse(
+                "tokens is a tensor",
+                expected="an int",
+                remedy="Count on the host, for instance batch.numel().",
+            )
         count = operator.index(tokens)
         if count <= 0:
             raise misuse("tokens must be positive", expected="> 0", got=str(count))

@@ -206,13 +206,12 @@ def _tied(named: Iterable[tuple[str, Tensor]]) -> list[tuple[Tensor, tuple[str, 
     """Each tensor once, with all its names. One weight is one Parameter, or two that share all of
     their memory; two that share a part of it, or in another shape, are refused: what moves one
     would move the other."""
-    names_at: dict[object, list[str]] = {}
-    first_at: dict[object, Tensor] = {}
+    groups: dict[object, dict[str, Tensor]] = {}
+    """By memory, the tensors that share all of it, by name."""
     for name, tensor in named:
         memory = (tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride())
-        names_at.setdefault(memory, []).append(name)
-        first_at.setdefault(memory, tensor)
-    tied = [(first_at[memory], tuple(names)) for memory, names in names_at.items()]
+        groups.setdefault(memory, {})[name] = tensor
+    tied = [(next(iter(group.values())), tuple(group)) for group in groups.values()]
 
     ends: dict[torch.device, tuple[int, str]] = {}
     """By device, the address behind the tensors looked at so far, and a name of the last one."""

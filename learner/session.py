@@ -552,9 +552,10 @@ class Session:
     def _is_slow(self, steps_ahead: int = 0) -> bool:
         """A step takes longer than half a period, so this learner meets open rounds by luck. With
         `steps_ahead`: that may become so, however long those steps take."""
+        if self.settings.mode is Mode.DILOCO:
+            return False
         late_s = self.beat.period_s * timing.LATE_STEP_PERIODS
-        step_s = self._step_times.median_s(steps_ahead)
-        return self.settings.mode is not Mode.DILOCO and 0 < late_s < step_s
+        return 0 < late_s < self._step_times.median_s(steps_ahead)
 
     def _in_lockstep(self, part: FragmentSession, steps_ahead: int) -> bool:
         """In mode diloco a learner waits for the version that holds its push, from `overlap_steps`

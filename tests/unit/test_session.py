@@ -804,9 +804,14 @@ def test_nothing_is_kept_in_the_ramp_of_a_newcomer() -> None:
 
 def test_due_is_true_one_step_ahead_of_a_push_and_of_an_adoption_and_false_between_them() -> None:
     seat = joined()
-    assert not seat.is_due(), "no round is open, and no version is new"
     seat.told(collecting=(0,))
     assert seat.is_due(), "the coming step is pushed"
+    for _ in range(3):
+        seat.told(period_s=3.0)
+        assert seat.is_due(), "the coming step may be so long that this learner is slow"
+        seat.step()
+    assert not seat.is_due(), "no single step makes it slow, and no round is open"
+    seat.told(collecting=(0,))
     seat.step()
     for _ in range(5):
         assert not seat.is_due(), "its push is on its way"
@@ -821,20 +826,9 @@ def test_due_is_true_one_step_ahead_of_a_push_and_of_an_adoption_and_false_betwe
     assert not seat.is_due(), "a learner that is cut off answers no round"
     seat.now += SETTINGS.max_offline_s + 1.0
     assert seat.is_due(), "training pauses"
-
-
-def test_due_is_true_if_the_coming_step_may_show_that_this_learner_is_slow() -> None:
-    seat = joined()
-    for step_s in (0.1, 0.1, 0.1):
-        seat.step(after_s=step_s)
-        seat.told(period_s=3.0)
-    assert not seat.is_due(), "no single step makes it slow"
-    for step_s in (2.0, 2.0):
-        seat.step(after_s=step_s)
-        seat.told(period_s=3.0)
-    assert seat.is_due()
-    seat.step(after_s=2.0)
-    assert len(seat.take(Snapshot)) == 2
+    seat.publish(1, 1)
+    seat.session.abandon()
+    assert not seat.is_due(), "a learner that has left adopts nothing"
 
 
 def test_due_is_true_one_step_ahead_of_a_wait_in_lockstep() -> None:
