@@ -1,4 +1,4 @@
-"""Twelve bugs. A checker that finds none of those that are planted for it checks nothing."""
+"""Thirteen bugs. A checker that finds none of those that are planted for it checks nothing."""
 
 from __future__ import annotations
 
@@ -126,6 +126,12 @@ def forgets_the_end(host: Any) -> None:
         host.syncer.state.phase = Phase.RUNNING
 
 
+def overlooks_adoptions(host: Any) -> None:
+    """A boundary with nothing but an adoption is not due."""
+    session, due = host.session, host.session.due
+    session.due = lambda now: due(now) and not any(part.can_adopt for part in session.parts)
+
+
 def ignores_an_interruption(host: Any) -> None:
     """An exchange that an exception broke off is taken for done."""
     host.session.broken_off = lambda reason, *, decided: None
@@ -154,6 +160,7 @@ PLANTED: Final = (
     Planted("merged once", Host, says_nobody),
     Planted("clock", Host, counts_twice),
     Planted("whole", LearnerHost, ignores_an_interruption),
+    Planted("foretold", LearnerHost, overlooks_adoptions),
     Planted("share", Host, drops_late),
     Planted("rate", Host, sends_too_fast),
     Planted("progress", Host, answers_once),

@@ -22,7 +22,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from narrows.bench.sim.checkers import Checkers, Wrong
+from narrows.bench.sim.checkers import Checkers, Wrong, standings
 from narrows.bench.sim.wild import NAME as WILD
 from narrows.bench.sim.wild import WildPeer
 from narrows.bench.sim.world import Interrupted, Killed, Line, Span, VirtualPool, Weather, World
@@ -290,6 +290,8 @@ class Site:
         self.left = False
         self._places_left = 0
         """An exception comes at the last of so many places of a call; 0: at none."""
+        self.foretold = False
+        """The session's `due`, as it was after the newest event."""
 
     def boot(self) -> None:
         """A new process with the old name; what the old one had not pushed is gone with it."""
@@ -299,7 +301,7 @@ class Site:
         self.lives += 1
         self.line.break_off()
         trainee = self.trainee = self.run.plan.begin(self)
-        self.pool = VirtualPool(world, lambda now: self.host.turn(now), self.boot, reach=self.reach)
+        self.pool = VirtualPool(world, lambda _: self._turn(), self.boot, reach=self.reach)
         incarnation = f"{self.name}.{world.rng.getrandbits(32):08x}"
         island = self.island = Watched(trainee.source, self)
         given = (trainee.layout, island, self, self.pool, world.now)
@@ -361,17 +363,26 @@ class Site:
         def deliver() -> None:
             if host is self.host:
                 call(host, frames, self.world.now)
-                host.session.check()
+                self._after_event()
 
         self.line.arrive(deliver)
 
     # -- threads
 
+    def _after_event(self) -> None:
+        session = self.host.session
+        session.check()
+        self.foretold = session.due(self.world.now)
+
+    def _turn(self) -> None:
+        self.host.turn(self.world.now)
+        self._after_event()
+
     def _timer(self, host: LearnerHost) -> None:
         if host is not self.host:
             return
         if not self.line.frozen:
-            host.turn(self.world.now)
+            self._turn()
         wait_s = max(0.002, min(host.deadline(self.world.now) - self.world.now, 0.25))
         self.world.after(wait_s, lambda: self._timer(host))
 
@@ -392,24 +403,29 @@ class Site:
                 self._call(host.join)
             elif world.now < self.run.plan.ends:
                 tokens = self.trainee.step(session, world.now)
-                self._call(lambda: host.boundary(tokens, 1.0, world.now))
+                before = standings(session)
+                if self._call(lambda: host.boundary(tokens, 1.0, world.now)):
+                    self.run.checkers.stepped(self, before)
                 delay_s = self.trainee.step_s(world.now)
             else:
                 self._call(host.join)
-            session.check()
+            self._after_event()
         world.after(delay_s, lambda: self._train(host))
 
-    def _call(self, decide: Callable[[], list[Task]]) -> None:
-        """A boundary of the training thread, whose loop survives an exception and goes on."""
+    def _call(self, decide: Callable[[], list[Task]]) -> bool:
+        """A boundary of the training thread, whose loop survives an exception and goes on. False:
+        one came."""
         world, run = self.world, self.run
         if world.happens(run.share(run.plan.interrupted)):
             self._places_left = world.rng.randint(1, 8)
+        is_whole = True
         try:
             self.boundary.perform(decide, world.now)
         except (Interrupted, MemoryError):
-            pass
+            is_whole = False
         self._places_left = 0
         run.checkers.came_back(self)
+        return is_whole
 
     def reach(self) -> None:
         """A place where an exception may come out of an effect."""
