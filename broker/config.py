@@ -38,8 +38,6 @@ class Process(Struct, frozen=True, forbid_unknown_fields=True):
     """Directory of the broker's key and its allow list. Empty: loopback only, unless insecure."""
     insecure: bool = False
     """Listen beyond loopback without keys."""
-    journal: Literal["on", "off"] = "on"
-    """off: rounds are recorded without payloads, and a crash falls back to the last snapshots."""
     keep_history: bool = False
     """Keep every payload and the first snapshots, for `narrows journal replay` and `rollback`."""
 

@@ -92,7 +92,7 @@ def figures(site: Site, config: BrokerConfig, fragments: int, period_steps: int)
     flight = min(IN_FLIGHT_MAX, fragments) / fragments
     waiting = learners * (CODE_BYTES[config.codec.push] + push / 8)
     memory = STATE_BYTES + FIRST_COPY_BYTES + PUBLICATIONS_KEPT * publish / 8
-    written = learners * push / 8 / period_s if config.broker.journal == "on" else 0.0
+    written = learners * push / 8 / period_s
     disk = 3 * STATE_BYTES + 2 * SNAPSHOT_VERSIONS * period_s * written
     shares = {
         "line of a learner, up (--wan)": up / site.line,

@@ -11,7 +11,6 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple, TypeVar
@@ -76,7 +75,7 @@ class RoundRow(NamedTuple):
     """Its contributions have no chunks: `History.load` reads them."""
     digests: Digests
     places: tuple[files.Place | None, ...]
-    """Where the chunks lie. None: they were not kept, or are not needed any more."""
+    """Where the chunks lie. None: no start needs them any more, and their pack may be gone."""
 
 
 class Audit(NamedTuple):
@@ -179,23 +178,22 @@ class History:
         raise errors[0]
 
     def after(self, state: FragmentState) -> Iterator[RoundRow]:
-        """The rounds of a fragment after a state, up to the first one whose payloads were not
-        kept."""
-        rows = self.rounds("fragment = ? AND version > ?", state.fragment, state.version)
-        return takewhile(lambda row: None not in row.places, rows)
+        """The rounds of a fragment after a state."""
+        return self.rounds("fragment = ? AND version > ?", state.fragment, state.version)
 
     def load(self, row: RoundRow) -> Round:
         """A round with its chunks."""
         pushes = list(row.round_.contributions)
         for index, (push, place) in enumerate(zip(pushes, row.places, strict=True)):
-            assert place is not None, "a round whose payloads were not kept"
             whose = f"the payload of {push.learner} in round {row.seq}"
+            if place is None:
+                raise damaged(self.file, expected=whose, got="no place of it")
             pushes[index] = replace(push, chunks=self._packs.read(place, whose))
         return replace(row.round_, contributions=tuple(pushes))
 
     def replay(self, fragment: Fragment, state: FragmentState) -> Iterator[Version]:
-        """Merges the rounds after a state again, as far as their payloads are kept; every version
-        must have the three digests in its row."""
+        """Merges the rounds after a state again; every version must have the three digests in its
+        row."""
         for row in self.after(state):
             what = f"version {state.version + 1} of fragment {fragment.index}"
             if row.round_.version != state.version + 1:
@@ -304,18 +302,15 @@ class History:
     def _heads(self, until: int) -> Iterator[FragmentState]:
         """Each fragment at its newest version, which round `until` left."""
         for fragment in self.table:
-            snapshots = "SELECT count(*) FROM snapshots WHERE fragment = ?1"
-            known = f"SELECT coalesce(max(version), 0), ({snapshots}) FROM rounds"
-            ((newest, kept),) = self.query(f"{known} WHERE fragment = ?1", fragment.index)
-            state = self.state(fragment) if kept else None
-            if state is None or state.version < newest:
+            kept = "SELECT version FROM snapshots WHERE fragment = ?"
+            if not self.query(kept, fragment.index):
                 raise ConfigError(
                     f"fragment {fragment.index} cannot go back to round {until}",
-                    expected=f"a snapshot, and the payloads up to version {newest}",
-                    got=f"payloads up to version {state.version}" if state else "no snapshot",
+                    expected="a snapshot of that round or of one before",
+                    got="no snapshot",
                     remedy="Choose a later round. With broker.keep_history all of them are kept",
                 )
-            yield state
+            yield self.state(fragment)
 
 
 def row_digest(columns: Sequence[Any], parts: Iterable[Sequence[Any]]) -> str:

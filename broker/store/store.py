@@ -29,7 +29,6 @@ from narrows.broker.store.history import (
     DATABASE,
     History,
     Recovered,
-    count_again,
     database_errors,
     row_digest,
 )
@@ -97,14 +96,13 @@ class Store(History):
         folder: Path,
         *,
         durable: bool = True,
-        journal: bool = True,
         keep_history: bool = False,
         reach: Callable[[str], None] = lambda place: None,
     ) -> None:
-        """`durable=False` leaves fsync out, for simulations. `journal=False` keeps rows without
-        payloads. `keep_history` never removes a payload nor the snapshot of version 0. `reach` is
-        called at places where a crash is worth a test. Raises StateError or DiskFull."""
-        self._durable, self._journal, self._keep_history = durable, journal, keep_history
+        """`durable=False` leaves fsync out, for simulations. `keep_history` never removes a
+        payload nor the snapshot of version 0. `reach` is called at places where a crash is worth a
+        test. Raises StateError or DiskFull."""
+        self._durable, self._keep_history = durable, keep_history
         self._reach, self._lock, self._snapshot_lock = reach, Lock(), Lock()
         with ExitStack() as undo:
             self._lock_fd = _take_folder(folder, undo)
@@ -119,8 +117,8 @@ class Store(History):
     def recover(self, now_unix: float) -> Recovered:
         """Begins a life of the broker, which is durable when this returns.
 
-        Rounds without payloads that no snapshot holds are deleted, and so are files that no row
-        knows. Raises StateError for damage that cannot be got over, and DiskFull.
+        Damaged snapshots are forgotten where an older one is whole, and files that no row knows are
+        removed. Raises StateError for damage that cannot be got over, and DiskFull.
         """
         notes: list[str] = []
         with self._lock:
@@ -167,10 +165,8 @@ class Store(History):
         with self._lock:
             self.check_folder()
             payloads = [each.chunks for each in version.round_.contributions]
-            places: Sequence[files.Place | None] = [None] * len(payloads)
-            if self._journal:
-                places = self._packs.append(payloads)
-                self._reach("appended")
+            places = self._packs.append(payloads)
+            self._reach("appended")
             try:
                 with database_errors(self.file), self._db:
                     self._insert(version, places)
@@ -239,27 +235,19 @@ class Store(History):
             self._undo.close()
 
     def _begin_at(self, fragment: int, notes: list[str]) -> FragmentState:
-        """The state that a start goes on from; forgets damaged snapshots and rounds that are lost.
+        """The state that a start goes on from; forgets damaged snapshots.
 
         Raises StateError if no snapshot is whole.
         """
         state, errors = self.newest_whole(fragment)
         notes += [f"{error}. Now the older snapshot is used" for error in errors]
-        newest = max([state.version, *(row.round_.version for row in self.after(state))])
-        after = "WHERE fragment = ? AND version > ?"
         with database_errors(self.file), self._db as db:
             # A damaged one must not count as one of the two that are kept.
-            db.execute(f"DELETE FROM snapshots {after}", (fragment, state.version))
-            lost = db.execute(f"DELETE FROM rounds {after}", (fragment, newest)).rowcount
-            if lost:
-                count_again(db)
-                notes.append(
-                    f"fragment {fragment} goes back from version {newest + lost} to {newest}: the "
-                    "payloads of later rounds were not kept (broker.journal)"
-                )
+            later = "DELETE FROM snapshots WHERE fragment = ? AND version > ?"
+            db.execute(later, (fragment, state.version))
         return state
 
-    def _insert(self, version: Version, places: Sequence[files.Place | None]) -> None:
+    def _insert(self, version: Version, places: Sequence[files.Place]) -> None:
         """Writes the rows of a round, its merged push ids and the clock."""
         round_, pushes = version.round_, version.round_.contributions
         counters = "SELECT (SELECT coalesce(max(seq), 0) + 1 FROM rounds), clock FROM run"
@@ -272,8 +260,7 @@ class Store(History):
         )  # fmt: skip
         parts = [
             (
-                seq, round_.fragment, *astuple(each)[:-1], weight, norm,
-                *(place or (files.payload_digest(each.chunks), None, None, None)),
+                seq, round_.fragment, *astuple(each)[:-1], weight, norm, *place,
             )
             for each, weight, norm, place in zip(
                 pushes, version.weights, version.norms, places, strict=True

@@ -369,28 +369,6 @@ def test_what_no_start_needs_is_removed(run: Run, monkeypatch: pytest.MonkeyPatc
     assert rows(run.folder) == 20, "the history stays"
 
 
-def test_without_a_journal_a_crash_falls_back_to_the_snapshots(tmp_path: Path) -> None:
-    run = Run(tmp_path, journal=False)
-    run.rounds(2)
-    run.store.snapshot(run.head(0))
-    run.rounds(2)
-    assert not list((tmp_path / "packs").iterdir())
-    run.store.close()
-    with closing(History(tmp_path)) as history:
-        assert history.audit() == (10, 0, ())
-        assert [state.version for state in history.states()] == [2, 0]
-        with pytest.raises(ConfigError, match="up to version 2"):
-            history.rollback(10, tmp_path / "back")
-    with closing(Store(tmp_path, journal=False)) as store:
-        found = store.recover(4.0)
-        assert [state.version for state in found.states] == [2, 0]
-        assert not any(list(store.replay(TABLE[each.fragment], each)) for each in found.states)
-        assert found.clock == 400, "the tokens of what is lost do not count"
-        assert found.merged == {("site-a.00000001", 0): 2, ("site-b.00000001", 0): 2}
-        assert len(found.notes) == 2 and "from version 4 to 2" in found.notes[0]
-        store.commit(next_version(found.states[1]))  # The same push ids are new again.
-
-
 def test_only_the_newest_incarnations_are_remembered(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
