@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Final, get_args
 
@@ -57,21 +58,19 @@ def merge(
     Raises FloatingPointError, which names the longest push, if a parameter or the publication
     would not be finite.
     """
-    contributions, policy = round_.contributions, round_.policy
-    orders = [each.order for each in contributions]
+    contributions = round_.contributions
+    policy = round_.policy
+    orders = [push.order for push in contributions]
     assert orders and all(a < b for a, b in pairwise(orders)), orders
     assert fragment.index == round_.fragment == before.fragment, (fragment.index, round_.fragment)
     assert round_.version == before.version + 1, (before.version, round_.version)
     if decoded is None:
-        decoded = [
-            [
-                decode_chunk(fragment, push.codec, push.chunk_elements, index, payload)
-                for index, payload in enumerate(push.chunks)
-            ]
-            for push in contributions
-        ]
-    vectors = list(zip((each.chunk_elements for each in contributions), decoded, strict=True))
-    weights = token_weights([(each.tokens, each.steps) for each in contributions], policy.weights)
+        decoded = [_decoded(fragment, push) for push in contributions]
+    vectors = [
+        Vector(push.chunk_elements, chunks)
+        for push, chunks in zip(contributions, decoded, strict=True)
+    ]
+    weights = token_weights([(push.tokens, push.steps) for push in contributions], policy.weights)
     values, gains, piece_norms = average(fragment, vectors, weights, policy.rule)
     norms = tuple(np.sqrt(in_order(piece_norms.T**2)).tolist())
     try:
@@ -93,7 +92,8 @@ def merge(
             )
         )
     except (FloatingPointError, LocalProtocolError) as error:
-        norm, longest = max(zip(norms, contributions, strict=True), key=lambda pair: pair[0])
+        norm = max(norms)
+        longest = contributions[norms.index(norm)]
         raise FloatingPointError(
             f"version {round_.version} of fragment {fragment.index} would not be finite ({error}). "
             f"The longest push is number {longest.push_id} of {longest.learner}, of norm "
@@ -101,6 +101,13 @@ def merge(
         ) from error
     state = FragmentState.of(fragment.index, round_.version, params, momentum, advanced)
     return Version(round_, state, weights, publication, norms)
+
+
+def _decoded(fragment: Fragment, push: Contribution) -> list[DecodedChunk]:
+    return [
+        decode_chunk(fragment, push.codec, push.chunk_elements, number, payload)
+        for number, payload in enumerate(push.chunks)
+    ]
 
 
 def token_weights(work: Sequence[tuple[int, int]], rule: str) -> tuple[float, ...]:
@@ -144,7 +151,8 @@ def average(
     addition.
     """
     assert rule in ("layout", "mean"), rule
-    shares, norms = np.array(weights, np.float64), norms_of(fragment, vectors)
+    shares = np.array(weights, np.float64)
+    norms = norms_of(fragment, vectors)
     units = np.divide(shares, norms, out=np.zeros_like(norms), where=norms >= NORM_MIN)
     units[[rule == "mean" or piece.rule == "mean" for piece in fragment.pieces]] = 0.0
     # A piece with fewer than two contributors has nothing to average, and keeps its bits.
@@ -179,13 +187,23 @@ def outer_step(
 
     Source: DiLoCo (arXiv 2311.08105), with the recursion of torch.optim.SGD(nesterov=True).
     """
-    params, momentum, elements = before.global_, before.momentum, fragment.elements
-    assert params.shape == momentum.shape == values.shape == (elements,), params.shape
+    params = before.global_
+    momentum = before.momentum
+    assert params.shape == momentum.shape == values.shape == (fragment.elements,), params.shape
     assert policy.outer_lr > 0 and 0 <= policy.momentum < 1, policy
-    inputs = read_only(params), read_only(momentum), read_only(values), fragment.bounds
-    rates = np.float32(policy.outer_lr), np.float32(policy.momentum)
-    updated, velocity = empty_f32(elements), empty_f32(elements)
-    largest = nesterov_step(*inputs, read_only(gains), *rates, updated, velocity)
+    updated = empty_f32(fragment.elements)
+    velocity = empty_f32(fragment.elements)
+    largest = nesterov_step(
+        read_only(params),
+        read_only(momentum),
+        read_only(values),
+        fragment.bounds,
+        read_only(gains),
+        np.float32(policy.outer_lr),
+        np.float32(policy.momentum),
+        updated,
+        velocity,
+    )
     if largest >= INFINITE_BITS:
         raise FloatingPointError("the outer step would make a parameter infinite or NaN")
     return updated, velocity
@@ -211,9 +229,14 @@ def nesterov_step(
     """
     largest = np.uint32(0)
     for span in range(gains.size):
-        gain, first, end = gains[span], bounds[span], bounds[span + 1]
-        part, part_params, part_momentum = values[first:end], params[first:end], momentum[first:end]
-        part_updated, part_velocity = updated[first:end], velocity[first:end]
+        gain = gains[span]
+        first = bounds[span]
+        end = bounds[span + 1]
+        part = values[first:end]
+        part_params = params[first:end]
+        part_momentum = momentum[first:end]
+        part_updated = updated[first:end]
+        part_velocity = velocity[first:end]
         for i in range(part.size):
             # This order of products and sums is promised, bit by bit.
             step = part[i] * gain
@@ -235,8 +258,10 @@ def warm_up() -> None:
     for codec in get_args(CodecName):
         chunks = encode_push(fragment, ones, ones * 2, codec=codec, rho=0.5, chunk_elements=RUN)
         payloads = tuple(chunk.payload for chunk in chunks)
-        pushes = tuple(
-            Contribution(name, name, 1, 0, 1, 1, codec, RUN, payloads) for name in ("a", "b")
-        )
+        push = Contribution(
+            "a", "a", push_id=1, base=0, tokens=1, steps=1,
+            codec=codec, chunk_elements=RUN, chunks=payloads,
+        )  # fmt: skip
+        pushes = (push, replace(push, learner="b"))
         policy = Policy(codec=codec, chunk_elements=RUN)
         merge(fragment, state, Round(0, 1, pushes, policy))

@@ -8,7 +8,7 @@ sums stay in cache while all contributions are added to them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,26 +28,46 @@ ROWS: Final = 8
 """Rows of LANES elements that are added at once; no part of the bits."""
 
 
-Vector: TypeAlias = tuple[int, Sequence[DecodedChunk]]
-"""The outer gradient of one fragment that a learner contributes, decoded: elements of its chunks,
-and the chunks in order, which cover the fragment."""
+class Vector(NamedTuple):
+    """The outer gradient of one fragment that a learner contributes, decoded."""
+
+    chunk_elements: int
+    chunks: Sequence[DecodedChunk]
+    """In order; they cover the fragment."""
+
+
+class Part(NamedTuple):
+    """The elements of a slice that lie in one chunk of one contribution, in s spans: a span is a
+    piece cut to these elements."""
+
+    column: int
+    """Number of the contribution."""
+    place: slice
+    """Where the elements lie in the slice."""
+    pieces: slice
+    """The pieces of the fragment that the spans belong to."""
+    codes: I8 | F32
+    bounds: I64
+    """(s + 1,) bounds of the spans in `codes`."""
+    scales: F32
+    """(s,)"""
 
 
 def norms_of(fragment: Fragment, vectors: Sequence[Vector]) -> F64:
     """Norms (k, M) per piece and contribution, the same whatever the chunks."""
     squares = np.zeros((len(fragment.pieces), len(vectors)))
-    for column, (chunk_elements, chunks) in enumerate(vectors):
+    for column, vector in enumerate(vectors):
         lanes = np.zeros((len(fragment.pieces), LANES))
-        for index, chunk in enumerate(chunks):
-            offset, count = fragment.chunk(index, chunk_elements)
-            where = _pieces(fragment, offset, count)
+        for number, chunk in enumerate(vector.chunks):
+            offset, count = fragment.chunk(number, vector.chunk_elements)
+            pieces = _pieces(fragment, offset, count)
             if chunk.coded:
                 # Whole numbers times scale**2 of 16 bits are exact in float64, hence the same in
                 # any cut: with the largest codes of int8 up to 2**23 elements, else far beyond.
-                squares[where, column] += chunk.square_sums()
+                squares[pieces, column] += chunk.square_sums()
             else:
-                begun = _begun(fragment, offset, where)
-                add_squares(read_only(chunk.floats()), chunk.bounds, begun, lanes[where])
+                begun = _begun(fragment, offset, pieces)
+                add_squares(read_only(chunk.floats()), chunk.bounds, begun, lanes[pieces])
         squares[:, column] += in_order(lanes)
     return np.sqrt(squares)
 
@@ -63,28 +83,39 @@ def weighted_sums(
     for its length alone.
     """
     assert units.shape == (len(fragment.pieces), len(vectors)) and len(weights) == len(vectors)
-    factors, rows = weights.astype(np.float32), read_only(units.T.astype(np.float32))
+    factors = weights.astype(np.float32)
+    rows = read_only(units.T.astype(np.float32))
     radial: NDArray[np.bool_] = read_only(np.asarray(units.any(axis=1)))
-    lanes = np.zeros((2, len(fragment.pieces), LANES))
-    values, mean = empty_f32(fragment.elements), empty_f32(min(SLICE, fragment.elements))
+    mean_lanes = np.zeros((len(fragment.pieces), LANES))
+    value_lanes = np.zeros((len(fragment.pieces), LANES))
+    values = empty_f32(fragment.elements)
+    mean = empty_f32(min(SLICE, fragment.elements))
     scratch = np.empty(SLICE, np.int8)
     for first in range(0, fragment.elements, SLICE):
         count = min(SLICE, fragment.elements - first)
-        own, own_mean = values[first : first + count], mean[:count]
+        own_values = values[first : first + count]
+        own_mean = mean[:count]
         # Only now, so that the zeros are in cache when they are added to.
-        own[:] = 0.0
+        own_values[:] = 0.0
         own_mean[:] = 0.0
-        for column, where, pieces, content in _parts(fragment, vectors, first, count, scratch):
-            unit, out = rows[column, pieces], (own_mean[where], own[where])
-            accumulate(*content, radial[pieces], factors[column], unit, *out)
+        for part in _parts(fragment, vectors, first, count, scratch):
+            accumulate(
+                part.codes,
+                part.bounds,
+                part.scales,
+                radial[part.pieces],
+                factors[part.column],
+                rows[part.column, part.pieces],
+                own_mean[part.place],
+                own_values[part.place],
+            )
         touched = _pieces(fragment, first, count)
         if radial[touched].any():
             bounds = read_only(fragment.spans(first, count))
             begun = _begun(fragment, first, touched)
-            add_squares(read_only(own_mean), bounds, begun, lanes[0, touched])
-            add_squares(read_only(own), bounds, begun, lanes[1, touched])
-    mean_norms, value_norms = (np.sqrt(in_order(each)) for each in lanes)
-    return values, value_norms, mean_norms
+            add_squares(read_only(own_mean), bounds, begun, mean_lanes[touched])
+            add_squares(read_only(own_values), bounds, begun, value_lanes[touched])
+    return values, np.sqrt(in_order(value_lanes)), np.sqrt(in_order(mean_lanes))
 
 
 def in_order(terms: F64) -> F64:
@@ -95,29 +126,35 @@ def in_order(terms: F64) -> F64:
 
 def _parts(
     fragment: Fragment, vectors: Sequence[Vector], first: int, count: int, scratch: I8
-) -> Iterator[tuple[int, slice, slice, tuple[I8 | F32, I64, F32]]]:
-    """The parts of one slice, contribution by contribution: its column, elements of the slice,
-    pieces, (codes, bounds, scales). Valid until the next one: `scratch` (SLICE,) holds codes."""
+) -> Iterator[Part]:
+    """The parts of one slice, contribution by contribution. Each is valid until the next one:
+    `scratch` (SLICE,) holds codes."""
     # Nearly always all contributions are cut alike, and so share their spans.
-    spans: dict[tuple[int, int], tuple[slice, I64]] = {}
+    bounds: dict[tuple[int, int], I64] = {}
     end = first + count
-    for column, (chunk_elements, chunks) in enumerate(vectors):
-        for index in range(first // chunk_elements, -(-end // chunk_elements)):
-            offset, size = fragment.chunk(index, chunk_elements)
-            start, stop = max(first, offset), min(end, offset + size)
-            if (start, stop) not in spans:
-                bounds = read_only(fragment.spans(start, stop - start))
-                spans[start, stop] = _pieces(fragment, start, stop - start), bounds
-            pieces, bounds = spans[start, stop]
-            chunk, before = chunks[index], fragment.pieces_of(offset, size).start
-            scales = chunk.scales[pieces.start - before : pieces.stop - before]
+    for column, vector in enumerate(vectors):
+        for number in range(first // vector.chunk_elements, -(-end // vector.chunk_elements)):
+            chunk = vector.chunks[number]
+            offset, size = fragment.chunk(number, vector.chunk_elements)
+            start = max(first, offset)
+            stop = min(end, offset + size)
+            if (start, stop) not in bounds:
+                bounds[start, stop] = read_only(fragment.spans(start, stop - start))
             codes: I8 | F32
             if chunk.coded:
                 codes = chunk.codes_of(start - offset, stop - offset, scratch)
             else:
                 codes = read_only(chunk.floats(start - offset, stop - offset))
-            where = slice(start - first, stop - first)
-            yield column, where, pieces, (codes, bounds, scales)
+            pieces = _pieces(fragment, start, stop - start)
+            before = fragment.pieces_of(offset, size).start
+            yield Part(
+                column=column,
+                place=slice(start - first, stop - first),
+                pieces=pieces,
+                codes=codes,
+                bounds=bounds[start, stop],
+                scales=chunk.scales[pieces.start - before : pieces.stop - before],
+            )
 
 
 def _pieces(fragment: Fragment, offset: int, count: int) -> slice:
@@ -149,7 +186,8 @@ def accumulate(
     factor of 0 leaves its span untouched.
     """
     for span in range(scales.size):
-        scale, unit = scales[span], units[span]
+        scale = scales[span]
+        unit = units[span]
         part = codes[bounds[span] : bounds[span + 1]]
         part_values = values[bounds[span] : bounds[span + 1]]
         part_mean = mean[bounds[span] : bounds[span + 1]] if radial[span] else part_values
@@ -171,7 +209,8 @@ def add_squares(values: F32, bounds: I64, begun: I64, lanes: F64) -> None:
     piece came with earlier slices.
     """
     for span in range(begun.size):
-        part, own = values[bounds[span] : bounds[span + 1]], lanes[span]
+        part = values[bounds[span] : bounds[span + 1]]
+        own = lanes[span]
         phase = begun[span] % LANES
         head = min(part.size, (LANES - phase) % LANES)
         for i in range(head):
