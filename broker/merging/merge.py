@@ -187,15 +187,14 @@ def outer_step(
 
     Source: DiLoCo (arXiv 2311.08105), with the recursion of torch.optim.SGD(nesterov=True).
     """
-    params = before.global_
-    momentum = before.momentum
-    assert params.shape == momentum.shape == values.shape == (fragment.elements,), params.shape
+    assert before.global_.shape == before.momentum.shape == (fragment.elements,), before
+    assert values.shape == (fragment.elements,), values.shape
     assert policy.outer_lr > 0 and 0 <= policy.momentum < 1, policy
     updated = empty_f32(fragment.elements)
     velocity = empty_f32(fragment.elements)
     largest = nesterov_step(
-        read_only(params),
-        read_only(momentum),
+        read_only(before.global_),
+        read_only(before.momentum),
         read_only(values),
         fragment.bounds,
         read_only(gains),
@@ -230,13 +229,13 @@ def nesterov_step(
     largest = np.uint32(0)
     for span in range(gains.size):
         gain = gains[span]
-        first = bounds[span]
-        end = bounds[span + 1]
-        part = values[first:end]
-        part_params = params[first:end]
-        part_momentum = momentum[first:end]
-        part_updated = updated[first:end]
-        part_velocity = velocity[first:end]
+        # Slices, because numba makes a loop from one bound to the next ten times slower.
+        here = slice(bounds[span], bounds[span + 1])
+        part = values[here]
+        part_params = params[here]
+        part_momentum = momentum[here]
+        part_updated = updated[here]
+        part_velocity = velocity[here]
         for i in range(part.size):
             # This order of products and sums is promised, bit by bit.
             step = part[i] * gain

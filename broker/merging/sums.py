@@ -7,7 +7,7 @@ sums stay in cache while all contributions are added to them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -34,23 +34,6 @@ class Vector(NamedTuple):
     chunk_elements: int
     chunks: Sequence[DecodedChunk]
     """In order; they cover the fragment."""
-
-
-class Part(NamedTuple):
-    """The elements of a slice that lie in one chunk of one contribution, in s spans: a span is a
-    piece cut to these elements."""
-
-    column: int
-    """Number of the contribution."""
-    place: slice
-    """Where the elements lie in the slice."""
-    pieces: slice
-    """The pieces of the fragment that the spans belong to."""
-    codes: I8 | F32
-    bounds: I64
-    """(s + 1,) bounds of the spans in `codes`."""
-    scales: F32
-    """(s,)"""
 
 
 def norms_of(fragment: Fragment, vectors: Sequence[Vector]) -> F64:
@@ -91,6 +74,8 @@ def weighted_sums(
     values = empty_f32(fragment.elements)
     mean = empty_f32(min(SLICE, fragment.elements))
     scratch = np.empty(SLICE, np.int8)
+    # Nearly always all contributions are cut alike, and so share their spans.
+    spans: dict[tuple[int, int], I64] = {}
     for first in range(0, fragment.elements, SLICE):
         count = min(SLICE, fragment.elements - first)
         own_values = values[first : first + count]
@@ -98,16 +83,18 @@ def weighted_sums(
         # Only now, so that the zeros are in cache when they are added to.
         own_values[:] = 0.0
         own_mean[:] = 0.0
-        for part in _parts(fragment, vectors, first, count, scratch):
-            accumulate(
-                part.codes,
-                part.bounds,
-                part.scales,
-                radial[part.pieces],
-                factors[part.column],
-                rows[part.column, part.pieces],
-                own_mean[part.place],
-                own_values[part.place],
+        for column, vector in enumerate(vectors):
+            _add(
+                fragment,
+                vector,
+                first,
+                radial=radial,
+                weight=factors[column],
+                units=rows[column],
+                mean=own_mean,
+                values=own_values,
+                scratch=scratch,
+                spans=spans,
             )
         touched = _pieces(fragment, first, count)
         if radial[touched].any():
@@ -124,37 +111,51 @@ def in_order(terms: F64) -> F64:
     return sums
 
 
-def _parts(
-    fragment: Fragment, vectors: Sequence[Vector], first: int, count: int, scratch: I8
-) -> Iterator[Part]:
-    """The parts of one slice, contribution by contribution. Each is valid until the next one:
-    `scratch` (SLICE,) holds codes."""
-    # Nearly always all contributions are cut alike, and so share their spans.
-    bounds: dict[tuple[int, int], I64] = {}
-    end = first + count
-    for column, vector in enumerate(vectors):
-        for number in range(first // vector.chunk_elements, -(-end // vector.chunk_elements)):
-            chunk = vector.chunks[number]
-            offset, size = fragment.chunk(number, vector.chunk_elements)
-            start = max(first, offset)
-            stop = min(end, offset + size)
-            if (start, stop) not in bounds:
-                bounds[start, stop] = read_only(fragment.spans(start, stop - start))
-            codes: I8 | F32
-            if chunk.coded:
-                codes = chunk.codes_of(start - offset, stop - offset, scratch)
-            else:
-                codes = read_only(chunk.floats(start - offset, stop - offset))
-            pieces = _pieces(fragment, start, stop - start)
-            before = fragment.pieces_of(offset, size).start
-            yield Part(
-                column=column,
-                place=slice(start - first, stop - first),
-                pieces=pieces,
-                codes=codes,
-                bounds=bounds[start, stop],
-                scales=chunk.scales[pieces.start - before : pieces.stop - before],
-            )
+def _add(
+    fragment: Fragment,
+    vector: Vector,
+    first: int,
+    *,
+    radial: NDArray[np.bool_],
+    weight: np.float32,
+    units: F32,
+    mean: F32,
+    values: F32,
+    scratch: I8,
+    spans: dict[tuple[int, int], I64],
+) -> None:
+    """Adds one contribution to the sums of the slice that begins at `first`, chunk by chunk.
+
+    `radial` and `units` are (k,), those of all pieces. `mean` and `values` are the slice's own.
+    `scratch` (SLICE,) holds codes meanwhile. `spans` keeps the bounds of the pieces between two
+    elements for the next contribution.
+    """
+    end = first + values.size
+    for number in range(first // vector.chunk_elements, -(-end // vector.chunk_elements)):
+        chunk = vector.chunks[number]
+        offset, count = fragment.chunk(number, vector.chunk_elements)
+        start = max(first, offset)
+        stop = min(end, offset + count)
+        if (start, stop) not in spans:
+            spans[start, stop] = read_only(fragment.spans(start, stop - start))
+        codes: I8 | F32
+        if chunk.coded:
+            codes = chunk.codes_of(start - offset, stop - offset, scratch)
+        else:
+            codes = read_only(chunk.floats(start - offset, stop - offset))
+        pieces = _pieces(fragment, start, stop - start)
+        before = fragment.pieces_of(offset, count).start
+        place = slice(start - first, stop - first)
+        accumulate(
+            codes,
+            spans[start, stop],
+            chunk.scales[pieces.start - before : pieces.stop - before],
+            radial[pieces],
+            weight,
+            units[pieces],
+            mean[place],
+            values[place],
+        )
 
 
 def _pieces(fragment: Fragment, offset: int, count: int) -> slice:
@@ -188,9 +189,10 @@ def accumulate(
     for span in range(scales.size):
         scale = scales[span]
         unit = units[span]
-        part = codes[bounds[span] : bounds[span + 1]]
-        part_values = values[bounds[span] : bounds[span + 1]]
-        part_mean = mean[bounds[span] : bounds[span + 1]] if radial[span] else part_values
+        here = slice(bounds[span], bounds[span + 1])
+        part = codes[here]
+        part_values = values[here]
+        part_mean = mean[here] if radial[span] else part_values
         if unit != np.float32(0):
             for i in range(part.size):
                 value = scale * np.float32(part[i])

@@ -40,20 +40,20 @@ REMEDY: Final = (
 )
 
 
-class DiskFull(OSError):
-    """The disk did not take the bytes. Nothing has changed; try again later."""
+class NotWritten(OSError):
+    """The bytes were not taken. Nothing has changed; try again later."""
 
-    def __init__(self, file: object, error: object) -> None:
-        remedy = "Make room on that disk; if it has room, check it"
+    def __init__(
+        self,
+        file: object,
+        error: object,
+        remedy: str = "Make room on that disk; if it has room, check it",
+    ) -> None:
         super().__init__(f"{file} cannot be written: {error}. {remedy}")
 
 
-class DatabaseBusy(OSError):
-    """Another process holds the database. Nothing has changed; try again later."""
-
-    def __init__(self, file: object, error: object) -> None:
-        who = "another process holds it: sqlite3, or a backup?"
-        super().__init__(f"{file} cannot be written: {error}. {who}")
+class DiskFull(NotWritten):
+    """The disk did not take them."""
 
 
 def damaged(file: Path, *, expected: str, got: str) -> StateError:
@@ -76,7 +76,8 @@ class Place(NamedTuple):
     """Where the chunks of a contribution lie, one after another."""
 
     digest: str
-    pack: int
+    pack: int | None
+    """Number of the pack. None, and so the rest: no start needs the chunks any more."""
     offset: int
     sizes: str
     """Bytes of each chunk, as JSON."""
@@ -137,6 +138,8 @@ class Packs:
 
     def read(self, place: Place, whose: str) -> tuple[bytes, ...]:
         """The chunks at a place. Raises StateError, which says whose payload is not as it was."""
+        if place.pack is None:
+            raise damaged(self.folder, expected=whose, got="a row that says it is not needed")
         path = self.path(place.pack)
         try:
             sizes = msgspec.json.decode(place.sizes, type=list[int])

@@ -78,8 +78,8 @@ class RoundRow(NamedTuple):
     round_: Round
     """Its contributions have no chunks: `History.load` reads them."""
     digests: Digests
-    places: tuple[files.Place | None, ...]
-    """Where the chunks lie. None: no start needs them any more, and their pack may be gone."""
+    places: tuple[files.Place, ...]
+    """Where the chunks of each contribution lie."""
 
 
 class Audit(NamedTuple):
@@ -152,19 +152,19 @@ class History:
 
     def rounds(self, condition: str = "TRUE", **named: int) -> Iterator[RoundRow]:
         """The rounds that fulfil a condition in SQL, in the order in which they became durable."""
-        numbers = f"SELECT seq FROM rounds WHERE {condition} ORDER BY seq"
-        for row in self.query(numbers, **named):
+        for row in self.query(f"SELECT seq FROM rounds WHERE {condition} ORDER BY seq", **named):
             yield self._round(row["seq"])
 
     def _round(self, seq: int) -> RoundRow:
         """One round and its contributions, whose facts must have the digest that was written."""
         (row,) = self.query("SELECT * FROM rounds WHERE seq = :seq", seq=seq)
-        of_round = "SELECT * FROM contributions WHERE seq = :seq ORDER BY learner, incarnation"
-        parts = self.query(of_round, seq=seq)
+        parts = self.query(
+            "SELECT * FROM contributions WHERE seq = :seq ORDER BY learner, incarnation", seq=seq
+        )
         digest = row_digest(row, parts)
         if digest != row["digest"]:
-            what = f"round {seq}, version {row['version']} of fragment {row['fragment']}"
-            expected = f"{what} with digest {row['digest']}"
+            expected = f"round {seq}, version {row['version']} of fragment {row['fragment']}"
+            expected += f" with digest {row['digest']}"
             raise damaged(self.file, expected=expected, got=digest)
         round_ = Round(
             fragment=row["fragment"],
@@ -182,13 +182,20 @@ class History:
             at_unix=row["at"],
             round_=round_,
             digests=Digests(*(int(text, 16) for text in digests)),
-            places=tuple(place_of(part) for part in parts),
+            places=tuple(
+                files.Place(**{name: part[name] for name in files.Place._fields}) for part in parts
+            ),
         )
 
     def snapshots(self, index: int) -> list[RoundRow]:
         """The rounds of a fragment whose states are kept whole, oldest first; at least one."""
-        kept = "version IN (SELECT version FROM snapshots WHERE fragment = :index)"
-        rows = list(self.rounds(f"fragment = :index AND {kept}", index=index))
+        rows = list(
+            self.rounds(
+                "fragment = :index"
+                " AND version IN (SELECT version FROM snapshots WHERE fragment = :index)",
+                index=index,
+            )
+        )
         if not rows:
             raise damaged(self.file, expected=f"a snapshot of fragment {index}", got="none")
         return rows
@@ -212,16 +219,16 @@ class History:
         pushes: list[Contribution] = []
         for push, place in zip(row.round_.contributions, row.places, strict=True):
             whose = f"the payload of {push.learner} in round {row.seq}"
-            if place is None:
-                raise damaged(self.file, expected=whose, got="no place of it")
             pushes.append(replace(push, chunks=self._packs.read(place, whose)))
         return replace(row.round_, contributions=tuple(pushes))
 
     def replay(self, fragment: Fragment, state: FragmentState) -> Iterator[Version]:
         """Merges the rounds after a state again; every version must have the three digests in its
         row."""
-        later = "fragment = :index AND version > :version"
-        for row in self.rounds(later, index=fragment.index, version=state.version):
+        later = self.rounds(
+            "fragment = :index AND version > :version", index=fragment.index, version=state.version
+        )
+        for row in later:
             what = f"version {state.version + 1} of fragment {fragment.index}"
             if row.round_.version != state.version + 1:
                 raise damaged(self.file, expected=what, got=f"version {row.round_.version}")
@@ -255,11 +262,13 @@ class History:
         if check["integrity_check"] != "ok":
             problems.append(f"{self.file}: {check['integrity_check']}")
 
-        merged = "SELECT coalesce(sum(tokens), 0) FROM contributions"
-        (tokens,) = self.query(f"SELECT clock, ({merged}) AS merged FROM run")
+        (tokens,) = self.query(
+            "SELECT clock, (SELECT coalesce(sum(tokens), 0) FROM contributions) AS merged FROM run"
+        )
         if tokens["merged"] != tokens["clock"]:
-            found = f"clock {tokens['clock']}, but {tokens['merged']} tokens merged"
-            problems.append(f"{self.file}: {found}")
+            problems.append(
+                f"{self.file}: clock {tokens['clock']}, but {tokens['merged']} tokens merged"
+            )
 
         rounds = 0
         for row in self.query("SELECT seq FROM rounds"):
@@ -337,8 +346,8 @@ class History:
     def _heads(self, until: int) -> Iterator[FragmentState]:
         """Each fragment at its newest version, which round `until` left."""
         for fragment in self.table:
-            kept = "SELECT version FROM snapshots WHERE fragment = :index"
-            if not self.query(kept, index=fragment.index):
+            of_fragment = "SELECT version FROM snapshots WHERE fragment = :index"
+            if not self.query(of_fragment, index=fragment.index):
                 raise ConfigError(
                     f"fragment {fragment.index} cannot go back to round {until}",
                     expected="a snapshot of that round or of one before",
@@ -348,26 +357,19 @@ class History:
             yield self.state(fragment)
 
 
-def place_of(part: sqlite3.Row) -> files.Place | None:
-    """Where the chunks of a contribution lie; None: no start needs them any more."""
-    if part["pack"] is None:
-        return None
-    return files.Place(**{name: part[name] for name in files.Place._fields})
-
-
 def row_digest(round_: Facts, contributions: Iterable[Facts]) -> str:
     """xxh3_64 over the facts of a round and its contributions, as they stand in the columns; not
     over the places of payloads, which change when packs are removed."""
-    facts = (
+    facts = [
         [round_[name] for name in ROUND_FACTS],
         [[each[name] for name in CONTRIBUTION_FACTS] for each in contributions],
-    )
+    ]
     return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(facts))
 
 
 @contextmanager
 def database_errors(file: Path) -> Iterator[None]:
-    """Raises errors of SQLite as DiskFull, DatabaseBusy or StateError."""
+    """Raises errors of SQLite as DiskFull, NotWritten or StateError."""
     try:
         yield
     except sqlite3.Error as error:
@@ -375,7 +377,8 @@ def database_errors(file: Path) -> Iterator[None]:
         if code in REFUSED_WRITES:
             raise files.DiskFull(file, error) from error
         if code & PRIMARY_CODE == sqlite3.SQLITE_BUSY:
-            raise files.DatabaseBusy(file, error) from error
+            remedy = "another process holds it: sqlite3, or a backup?"
+            raise files.NotWritten(file, error, remedy) from error
         raise damaged(file, expected="a database that works", got=str(error)) from error
 
 

@@ -129,26 +129,30 @@ class Store(History):
         notes: list[str] = []
         with self._lock:
             with database_errors(self.file), self._db as db:
-                insert = "INSERT INTO lives (at) VALUES (:at) RETURNING life"
-                (begun,) = db.execute(insert, {"at": now_unix}).fetchall()
+                (begun,) = db.execute(
+                    "INSERT INTO lives (at) VALUES (:at) RETURNING life", {"at": now_unix}
+                ).fetchall()
             run = self.run
             states = tuple(self._begin_at(fragment, notes) for fragment in range(run.fragments))
             self._sweep()
-
-            heads = "SELECT max(version) AS head FROM rounds GROUP BY fragment ORDER BY fragment"
-            newest = self.query("SELECT period_s FROM rounds ORDER BY seq DESC LIMIT 1")
-            merged = self.query("SELECT incarnation, fragment, push_id FROM merged ORDER BY seq")
-            sums = "SELECT incarnation, sum(tokens) AS tokens FROM merged GROUP BY incarnation"
-            return Recovered(
-                **vars(run),
-                life=begun["life"],
-                heads=tuple(row["head"] for row in self.query(heads)),
-                period_s=newest[0]["period_s"] if newest else 0.0,
-                merged={(row["incarnation"], row["fragment"]): row["push_id"] for row in merged},
-                merged_tokens={row["incarnation"]: row["tokens"] for row in self.query(sums)},
-                states=states,
-                notes=tuple(notes),
-            )
+        heads = self.query(
+            "SELECT max(version) AS head FROM rounds GROUP BY fragment ORDER BY fragment"
+        )
+        newest = self.query("SELECT period_s FROM rounds ORDER BY seq DESC LIMIT 1")
+        merged = self.query("SELECT incarnation, fragment, push_id FROM merged ORDER BY seq")
+        tokens = self.query(
+            "SELECT incarnation, sum(tokens) AS tokens FROM merged GROUP BY incarnation"
+        )
+        return Recovered(
+            **vars(run),
+            life=begun["life"],
+            heads=tuple(row["head"] for row in heads),
+            period_s=newest[0]["period_s"] if newest else 0.0,
+            merged={(row["incarnation"], row["fragment"]): row["push_id"] for row in merged},
+            merged_tokens={row["incarnation"]: row["tokens"] for row in tokens},
+            states=states,
+            notes=tuple(notes),
+        )
 
     def seed(self, layout: Layout, states: Sequence[FragmentState]) -> None:
         """Makes version 0 of every fragment durable: all or nothing. Raises DiskFull."""
@@ -173,8 +177,8 @@ class Store(History):
     def commit(self, version: Version) -> None:
         """Makes a round durable: payloads first, then its row, in one transaction.
 
-        Raises DiskFull or DatabaseBusy: the round does not exist, and the same call may be made
-        again later. Raises StateError if the directory is gone.
+        Raises NotWritten: the round does not exist, and the same call may be made again later.
+        Raises StateError if the directory is gone.
         """
         with self._lock:
             self.check_folder()
@@ -190,8 +194,8 @@ class Store(History):
 
     def snapshot(self, state: FragmentState) -> None:
         """Keeps the whole state of a durable version, so that a start replays less; then removes
-        what no start needs any more. Raises DiskFull or DatabaseBusy, and StateError if the
-        directory is gone."""
+        what no start needs any more. Raises NotWritten, and StateError if the directory is
+        gone."""
         self.check_folder()
         with self._snapshot_lock:
             snapshots = files.write_states(self.folder, [state], durable=self._durable)
@@ -209,9 +213,11 @@ class Store(History):
     def published_digest(self, fragment: int, version: int) -> int | None:
         """Digest of the published copy at a durable version; None: this history has no such
         version. Never waits for a commit; call it on one thread."""
-        of_version = "SELECT published FROM rounds WHERE fragment = :fragment"
-        of_version += " AND version = :version"
-        rows = self.query(of_version, fragment=fragment, version=version)
+        rows = self.query(
+            "SELECT published FROM rounds WHERE fragment = :fragment AND version = :version",
+            fragment=fragment,
+            version=version,
+        )
         return int(rows[0]["published"], 16) if rows else None
 
     def newest_push(self, incarnation: str, fragment: int) -> int:
@@ -224,8 +230,7 @@ class Store(History):
             incarnation=incarnation,
             fragment=fragment,
         )
-        newest: int = row["newest"]
-        return newest
+        return int(row["newest"])
 
     def check_folder(self) -> None:
         """Raises StateError if the state directory was removed or replaced while it is in use: the
@@ -346,8 +351,9 @@ class Store(History):
         """
         with database_errors(self.file):
             states = self._db.execute("SELECT fragment, version FROM snapshots").fetchall()
-            of_packs = "SELECT DISTINCT pack FROM contributions WHERE pack IS NOT NULL"
-            packs = self._db.execute(of_packs).fetchall()
+            packs = self._db.execute(
+                "SELECT DISTINCT pack FROM contributions WHERE pack IS NOT NULL"
+            ).fetchall()
         known = {self._packs.path(self._packs.number)}
         known.update(self._packs.path(row["pack"]) for row in packs)
         known.update(
@@ -419,9 +425,8 @@ def _open(folder: Path, durable: bool) -> sqlite3.Connection:
     db.row_factory = sqlite3.Row
     version = db.execute("PRAGMA user_version").fetchone()["user_version"]
     tables = {row["name"] for row in db.execute("SELECT name FROM sqlite_master").fetchall()}
-    is_new = not version and not tables
     is_ours = version == SCHEMA_VERSION and "run" in tables
-    if not is_new and not is_ours:
+    if not is_ours and (version or tables):
         raise StateError(
             ErrorCode.STATE_DAMAGED,
             f"{file} is not a state of this release",
@@ -432,7 +437,7 @@ def _open(folder: Path, durable: bool) -> sqlite3.Connection:
     db.execute("PRAGMA journal_mode = WAL")
     db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'OFF'}")
     db.execute("PRAGMA foreign_keys = ON")
-    if is_new:
+    if not is_ours:
         db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
     if durable:  # At each start: the one that made the directory may have been killed.
         files.sync_folder(folder)
