@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
@@ -124,8 +125,8 @@ MODE_PRESETS: Final[dict[Mode, dict[str, object]]] = {
 """Settings that a mode changes, by dotted key; they stand below the file and the flags."""
 
 
-class BrokerConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """All settings of a broker."""
+class BrokerConfig(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """All settings of a broker; its `__dict__` keeps what is made of them."""
 
     broker: Process = field(default_factory=Process)
     run: Run = field(default_factory=Run)
@@ -134,47 +135,63 @@ class BrokerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     codec: Codec = field(default_factory=Codec)
     wan: Wan = field(default_factory=Wan)
 
-    @property
+    @cached_property
     def shared(self) -> RunSettings:
         """The settings that every learner is told; the rates cut messages to 10 ms of a share."""
-        rate, run, cut = self.message_rate, self.run, self.fragments
+        rate = self.message_rate
+        streams = self.wan.streams
+        if streams == 0:
+            is_slow = 0.0 < rate <= 100e6
+            streams = 1 if is_slow else 4
         return RunSettings(
-            mode=run.mode, fragments=cut.count, sync_period_steps=cut.sync_period_steps,
-            overlap_steps=cut.overlap_steps, keep=cut.keep,
-            push_codec=self.codec.push, push_rho=self.codec.rho,
+            mode=self.run.mode,
+            fragments=self.fragments.count,
+            sync_period_steps=self.fragments.sync_period_steps,
+            overlap_steps=self.fragments.overlap_steps,
+            keep=self.fragments.keep,
+            push_codec=self.codec.push,
+            push_rho=self.codec.rho,
             chunk_elements=chunk_elements(rate, bits_per_element=4),
             state_chunk_elements=chunk_elements(rate, bits_per_element=32),
-            streams=self.wan.streams or (4 if not rate or rate > 100e6 else 1),
-            window_messages=32 if rate else 256, goal_tokens=int(run.goal_tokens),
-            tokens_per_run_step=int(run.tokens_per_run_step), max_offline_s=float(run.max_offline),
-        )  # fmt: skip
+            streams=streams,
+            window_messages=32 if rate else 256,
+            goal_tokens=int(self.run.goal_tokens),
+            tokens_per_run_step=int(self.run.tokens_per_run_step),
+            max_offline_s=float(self.run.max_offline),
+        )
 
     @property
     def message_rate(self) -> float:
         """The slowest rate, in bit/s, that one learner's data may have to live with; 0: none."""
-        rates = [self._share(self.wan.up, self.wan.total_up), self.down_rate]
-        return min((rate for rate in rates if rate), default=0.0)
+        return _smallest_limit(self._share(self.wan.up, self.wan.total_up), self.down_rate)
 
     @property
     def down_rate(self) -> float:
-        """The same of what a learner receives."""
+        """The slowest rate of what one learner receives; 0: none."""
         return self._share(self.wan.down, self.wan.total_down)
 
     def _share(self, each: BitRate, total: BitRate) -> float:
         """The rate of one learner, for sizes that are fixed before anybody comes."""
         expected = self.merge.quorum if self.merge.quorum > 1 else 4
-        return min((float(rate) for rate in (each, total / expected) if rate), default=0.0)
+        return _smallest_limit(each, total / expected)
 
-    @property
+    @cached_property
     def policy(self) -> Policy:
-        """The rules of the next round."""
-        merge, rule = self.merge, "mean" if self.run.mode is Mode.DILOCO else "layout"
+        """The rules by which rounds are merged."""
         return Policy(
-            weights=merge.weights, rule=rule,
-            outer_lr=merge.outer_lr, momentum=merge.outer_momentum,
-            codec=self.codec.publish, rho=self.codec.rho,
+            weights=self.merge.weights,
+            rule="mean" if self.run.mode is Mode.DILOCO else "layout",
+            outer_lr=self.merge.outer_lr,
+            momentum=self.merge.outer_momentum,
+            codec=self.codec.publish,
+            rho=self.codec.rho,
             chunk_elements=self.shared.chunk_elements,
-        )  # fmt: skip
+        )
+
+
+def _smallest_limit(*rates: float) -> float:
+    """The smallest of some rates, of which 0 is no limit."""
+    return min((float(rate) for rate in rates if rate), default=0.0)
 
 
 MESSAGE_S: Final = 0.01
@@ -209,8 +226,8 @@ def load_broker(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
     below = f"less than fragments.sync_period_steps = {cut.sync_period_steps}"
     fits = cut.overlap_steps < cut.sync_period_steps
     _require(fits, "fragments.overlap_steps", below, cut.overlap_steps)
-    # A learner waits for the version of each fragment: with several, two rounds in flight could
-    # wait for learners that wait for a third.
+    # In mode diloco a learner waits for the version of each fragment: with several, two rounds in
+    # flight could wait for learners that wait for a third.
     whole = config.run.mode is not Mode.DILOCO or cut.count == 1
     _require(whole, "fragments.count", "1 in mode diloco", cut.count)
     for name in ("up", "down", "total_up", "total_down"):

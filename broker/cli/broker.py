@@ -50,7 +50,8 @@ def run_broker(
         _need_run(Path(loaded.broker.state_dir))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     log.addFilter(LimitRepeats())
-    if advice := uncached_advice():
+    advice = uncached_advice()
+    if advice:
         log.warning("%s", advice)
     # A learner has nine connections, so the usual soft limit of 1,024 files is that of a hundred
     # learners, or of a stranger who holds as many connections open.
@@ -63,7 +64,7 @@ def run_broker(
     address = service.link.listens_on
     log.info("serving on %s; state in %s", address, loaded.broker.state_dir)
     if ready_file is not None:
-        # Renamed, so that who waits for the file never reads half of the address.
+        # Renamed, so that nobody who waits for the file reads half of the address.
         temporary = ready_file.with_name(ready_file.name + ".tmp")
         temporary.write_text(address + "\n")
         temporary.rename(ready_file)
@@ -72,8 +73,9 @@ def run_broker(
             "this run has ended: the final model is served for %.0f s at least; "
             "a new run needs another --state-dir", LEAVE_S,
         )  # fmt: skip
-    if missing := service.run().missing:
-        log.warning("without the final model: %s", "; ".join(missing))
+    finished = service.run()
+    if finished.missing:
+        log.warning("without the final model: %s", "; ".join(finished.missing))
     if service.is_saved:
         log.info("stopped; everything is durable in %s", loaded.broker.state_dir)
     else:

@@ -66,12 +66,9 @@ def merge(
     assert round_.version == before.version + 1, (before.version, round_.version)
     if decoded is None:
         decoded = [_decoded(fragment, push) for push in contributions]
-    vectors = [
-        Vector(push.chunk_elements, chunks)
-        for push, chunks in zip(contributions, decoded, strict=True)
-    ]
+    assert len(decoded) == len(contributions), (len(decoded), len(contributions))
     weights = token_weights([(push.tokens, push.steps) for push in contributions], policy.weights)
-    values, gains, piece_norms = average(fragment, vectors, weights, policy.rule)
+    values, gains, piece_norms = average(fragment, decoded, weights, policy.rule)
     norms = tuple(np.sqrt(in_order(piece_norms.T**2)).tolist())
     try:
         params, momentum = outer_step(fragment, before, values, gains, policy)

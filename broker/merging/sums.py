@@ -8,7 +8,7 @@ sums stay in cache while all contributions are added to them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,12 +28,9 @@ ROWS: Final = 8
 """Rows of LANES elements that are added at once; no part of the bits."""
 
 
-class Vector(NamedTuple):
-    """The outer gradient of one fragment that a learner contributes, decoded."""
-
-    chunk_elements: int
-    chunks: Sequence[DecodedChunk]
-    """In order; they cover the fragment."""
+Vector: TypeAlias = Sequence[DecodedChunk]
+"""The outer gradient of one fragment that a learner contributes, decoded: its regular chunks in
+order, which cover the fragment. Only the last one may be shorter than the first."""
 
 
 def norms_of(fragment: Fragment, vectors: Sequence[Vector]) -> F64:
@@ -41,8 +38,8 @@ def norms_of(fragment: Fragment, vectors: Sequence[Vector]) -> F64:
     squares = np.zeros((len(fragment.pieces), len(vectors)))
     for column, vector in enumerate(vectors):
         lanes = np.zeros((len(fragment.pieces), LANES))
-        for number, chunk in enumerate(vector.chunks):
-            offset, count = fragment.chunk(number, vector.chunk_elements)
+        for number, chunk in enumerate(vector):
+            offset, count = fragment.chunk(number, vector[0].count)
             pieces = _pieces(fragment, offset, count)
             if chunk.coded:
                 # Whole numbers times scale**2 of 16 bits are exact in float64, hence the same in
@@ -131,9 +128,10 @@ def _add(
     elements for the next contribution.
     """
     end = first + values.size
-    for number in range(first // vector.chunk_elements, -(-end // vector.chunk_elements)):
-        chunk = vector.chunks[number]
-        offset, count = fragment.chunk(number, vector.chunk_elements)
+    chunk_elements = vector[0].count
+    for number in range(first // chunk_elements, -(-end // chunk_elements)):
+        chunk = vector[number]
+        offset, count = fragment.chunk(number, chunk_elements)
         start = max(first, offset)
         stop = min(end, offset + count)
         if (start, stop) not in spans:

@@ -34,6 +34,9 @@ _NAMES: Final = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _STORED: Final = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 """How numpy reads and writes the elements of a safetensors file, by its names of dtypes."""
 
+_ARRAYS: Final = ("global", "momentum", "published")
+"""The tensors of a state file."""
+
 REMEDY: Final = (
     "Put a backup of the directory in its place. If the database can still be read, `narrows "
     "journal audit` finds what is whole, and `narrows journal rollback` makes a new directory of it"
@@ -220,15 +223,14 @@ def read_state(folder: Path, index: int, version: int, digests: Digests) -> Frag
     path = state_path(folder, index, version)
     try:
         with safe_open(path, framework="numpy") as file:
-            global_: F32 = file.get_tensor("global")
-            momentum: F32 = file.get_tensor("momentum")
-            published: F32 = file.get_tensor("published")
+            arrays: dict[str, F32] = {name: file.get_tensor(name) for name in _ARRAYS}
     except (OSError, SafetensorError) as error:
         raise damaged(path, expected="the state of a fragment", got=str(error)) from error
-    for array in (global_, momentum, published):
-        if array.dtype != np.float32 or array.ndim != 1:
-            raise damaged(path, expected="float32 vectors", got="other tensors")
-    state = FragmentState.of(index, version, global_, momentum, published)
+    if any(array.dtype != np.float32 or array.ndim != 1 for array in arrays.values()):
+        raise damaged(path, expected="float32 vectors", got="other tensors")
+    state = FragmentState.of(
+        index, version, arrays["global"], arrays["momentum"], arrays["published"]
+    )
     if state.digests != digests:
         raise damaged(path, expected=f"digests {digests}", got=str(state.digests))
     return state

@@ -454,13 +454,15 @@ def _check_file(file: Path) -> None:
     It looks before SQLite does, which would begin an empty one in its place, and would remove the
     log beside a database without content.
     """
-    folders = (file.parent / "packs", file.parent / "fragments")
-    if not any(any(folder.iterdir()) for folder in folders):
+    if not any(any((file.parent / name).iterdir()) for name in ("packs", "fragments")):
         return
     if not file.exists():
         raise files.damaged(file, expected="run.db beside packs/ and fragments/", got="no file")
     with file.open("rb") as opened:
         beginning = opened.read(len(SQLITE_MAGIC))
     if beginning != SQLITE_MAGIC:
-        got = f"not a database, {file.stat().st_size} bytes"
-        raise files.damaged(file, expected="the rows of packs/ and fragments/", got=got)
+        raise files.damaged(
+            file,
+            expected="the rows of packs/ and fragments/",
+            got=f"not a database, {file.stat().st_size} bytes",
+        )
