@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -53,23 +52,11 @@ FIRST_COPY_BYTES: Final = 3.4
 
 GAUSSIAN_BITS: Final = 2.05
 """Differential entropy of a Gaussian value of deviation 1."""
-TOPIC_BYTES: Final = 22
-HEADER_BYTES: Final = 69
-"""Of a data message with long names and numbers, as TOPIC_BYTES."""
+FRAME_BYTES: Final = (22, 69)
+"""Topic and header of a data message with long names and numbers."""
 CODE_BYTES: Final[Mapping[CodecName, float]] = {
     "int4-zstd": 0.5, "int8-zstd": 1.0, "f32-blosc2": 4.0,
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Site:
-    """The question. Lines are bit/s in each direction."""
-
-    params: int
-    step_s: float
-    learners: int
-    line: float
-    broker_line: float
 
 
 def payload_bits(codec: CodecName, rho: float) -> float:
@@ -84,28 +71,39 @@ def line_bits(config: BrokerConfig, codec: CodecName, params: int) -> float:
     """Bits per parameter on the line, with the headers of every layer, of a fragment."""
     chunk = min(config.shared.chunk_elements, params)
     payload = math.ceil(chunk * payload_bits(codec, config.codec.rho) / 8)
-    frames = (TOPIC_BYTES, HEADER_BYTES, payload)
-    return 8 * wire_bytes(frames, curve=bool(config.broker.keys)) / chunk
+    return 8 * wire_bytes((*FRAME_BYTES, payload), curve=bool(config.broker.keys)) / chunk
 
 
-def figures(site: Site, config: BrokerConfig, fragments: int, period_steps: int) -> dict[str, Any]:
-    """All that a run of P fragments and sync period H needs; units are in the names."""
-    learners = site.learners
-    params = -(-site.params // fragments)  # Of the largest fragment.
-    push = line_bits(config, config.codec.push, params)
-    publish = line_bits(config, config.codec.publish, params)
-    period_s = period_steps * site.step_s
-    up = push * site.params / period_s
-    down = publish * site.params / period_s
+def figures(
+    config: BrokerConfig,
+    *,
+    params: int,
+    step_s: float,
+    learners: int,
+    line: float,
+    broker_line: float,
+    fragments: int,
+    period_steps: int,
+) -> dict[str, Any]:
+    """All that a run of P fragments and sync period H needs; units are in the names.
+
+    Lines are bit/s in each direction.
+    """
+    largest = -(-params // fragments)
+    push = line_bits(config, config.codec.push, largest)
+    publish = line_bits(config, config.codec.publish, largest)
+    period_s = period_steps * step_s
+    up = push * params / period_s
+    down = publish * params / period_s
 
     # From the snapshots of a fragment until its next version exists, then until it is adopted.
     # Coding, transfer and decoding overlap chunk by chunk: the slowest of them counts.
-    rate = min(site.line, site.broker_line / learners)
-    arrive_s = max(params * ENCODE_S, params * push / rate, params * DECODE_S * learners / 2)
-    round_s = arrive_s + params * (MERGE_S * learners + STEP_S)
-    exchange_s = round_s + params * (publish / rate + DECODE_S)
-    tau = max(config.fragments.overlap_steps, math.ceil(exchange_s / site.step_s))
-    spare = min(site.line - down, site.broker_line - learners * down)
+    rate = min(line, broker_line / learners)
+    arrive_s = max(largest * ENCODE_S, largest * push / rate, largest * DECODE_S * learners / 2)
+    round_s = arrive_s + largest * (MERGE_S * learners + STEP_S)
+    exchange_s = round_s + largest * (publish / rate + DECODE_S)
+    tau = max(config.fragments.overlap_steps, math.ceil(exchange_s / step_s))
+    spare = min(line - down, broker_line - learners * down)
 
     # Memory and disk, in bytes per parameter. On disk are two snapshots, a third one while it is
     # written, and the payloads since the older one.
@@ -115,11 +113,11 @@ def figures(site: Site, config: BrokerConfig, fragments: int, period_steps: int)
     written = learners * push / 8 / period_s
     disk = 3 * STATE_BYTES + 2 * SNAPSHOT_VERSIONS * period_s * written
     shares = {
-        "line of a learner, up (--wan)": up / site.line,
-        "line of a learner, down (--wan)": down / site.line,
-        "line of the broker, in (--broker-wan)": learners * up / site.broker_line,
-        "line of the broker, out (--broker-wan)": learners * down / site.broker_line,
-        "lateness of an update": exchange_s / site.step_s / LATE_STEPS_MAX,
+        "line of a learner, up (--wan)": up / line,
+        "line of a learner, down (--wan)": down / line,
+        "line of the broker, in (--broker-wan)": learners * up / broker_line,
+        "line of the broker, out (--broker-wan)": learners * down / broker_line,
+        "lateness of an update": exchange_s / step_s / LATE_STEPS_MAX,
         "rounds in flight": round_s * fragments / period_s / IN_FLIGHT_MAX,
     }
     return {
@@ -133,11 +131,11 @@ def figures(site: Site, config: BrokerConfig, fragments: int, period_steps: int)
         "broker_in_bits_per_s": up * learners,
         "broker_out_bits_per_s": down * learners,
         "exchange_s": exchange_s,
-        "join_s": 8 * FIRST_COPY_BYTES * site.params / spare if spare > 0 else None,
-        "broker_memory_bytes": site.params * (memory + flight * (MERGE_BYTES + waiting)),
-        "learner_memory_bytes": site.params * (4 + FLIGHT_BYTES * flight),
-        "journal_per_hour_bytes": 3600 * site.params * written,
-        "disk_bytes": site.params * disk,
+        "join_s": 8 * FIRST_COPY_BYTES * params / spare if spare > 0 else None,
+        "broker_memory_bytes": params * (memory + flight * (MERGE_BYTES + waiting)),
+        "learner_memory_bytes": params * (4 + FLIGHT_BYTES * flight),
+        "journal_per_hour_bytes": 3600 * params * written,
+        "disk_bytes": params * disk,
         "shares": shares,
         "fullest": max(shares, key=lambda name: shares[name]),
         "fits": max(shares.values()) <= USABLE,
@@ -172,10 +170,14 @@ def plan(
     line = _parsed(BitRate, "--wan", wan)
     broker_line = _parsed(BitRate, "--broker-wan", broker_wan or wan)
     count = int(_parsed(Amount, "--params", params))
-    site = Site(count, _parsed(Duration, "--step", step), learners, line, broker_line)
-    if loaded.run.mode is Mode.DILOCO or min(count, learners, site.step_s, line, broker_line) <= 0:
-        expected = "a mode without lockstep, and sizes above 0"
-        raise ConfigError("no plan for this", expected=expected, got=f"{loaded.run.mode}, {site}")
+    step_s = _parsed(Duration, "--step", step)
+    if loaded.run.mode is Mode.DILOCO or min(count, learners, step_s, line, broker_line) <= 0:
+        raise ConfigError(
+            "no plan for this",
+            expected="a mode without lockstep, and sizes above 0",
+            got=f"{loaded.run.mode}, {count} parameters, {learners} learners, {step_s} s a step,"
+            f" {line} and {broker_line} bit/s",
+        )
     given = given_keys(BrokerConfig, config) | flags.keys()
     periods: Sequence[int] = SYNC_PERIODS
     if "fragments.sync_period_steps" in given:
@@ -188,7 +190,16 @@ def plan(
             most = max(1, count // loaded.shared.chunk_elements)
             fewest = -(-count // FRAGMENT_PARAMS_MAX)
             fragments = min(max(fewest, min(steps, most)), FRAGMENTS_MAX)
-        made = figures(site, loaded, fragments, steps)
+        made = figures(
+            loaded,
+            params=count,
+            step_s=step_s,
+            learners=learners,
+            line=line,
+            broker_line=broker_line,
+            fragments=fragments,
+            period_steps=steps,
+        )
         if made["fits"]:
             break
     print(json.dumps(made, indent=1) if json_ else as_text(made))

@@ -66,7 +66,6 @@ def merge(
     assert round_.version == before.version + 1, (before.version, round_.version)
     if decoded is None:
         decoded = [_decoded(fragment, push) for push in contributions]
-    assert len(decoded) == len(contributions), (len(decoded), len(contributions))
     weights = token_weights([(push.tokens, push.steps) for push in contributions], policy.weights)
     values, gains, piece_norms = average(fragment, decoded, weights, policy.rule)
     norms = tuple(np.sqrt(in_order(piece_norms.T**2)).tolist())

@@ -153,8 +153,11 @@ class Packs:
             raise damaged(path, expected=whose, got=str(error)) from error
         got = payload_digest(chunks)
         if got != place.digest:
-            expected = f"{whose}, at {place.offset} with digest {place.digest}"
-            raise damaged(path, expected=expected, got=got)
+            raise damaged(
+                path,
+                expected=f"{whose}, at {place.offset} with digest {place.digest}",
+                got=got,
+            )
         return chunks
 
     def path(self, number: int) -> Path:
@@ -174,8 +177,9 @@ class Packs:
         found = (int(path.stem) for path in self.folder.glob("*.pack"))
         self.number = max(found, default=self.number) + 1
         self._begin = 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
-        self._fd = os.open(self.path(self.number), flags, 0o600)
+        self._fd = os.open(
+            self.path(self.number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600
+        )
         if self._durable:
             sync_folder(self.folder)
 
@@ -245,9 +249,12 @@ def read_initial(path: Path, layout: Layout, table: Sequence[Fragment]) -> list[
     try:
         stored = dict(deserialize(path.read_bytes()))  # type: ignore[no-untyped-call]
     except (OSError, SafetensorError) as error:
-        remedy = "Correct broker.init, or leave it out: the first learner's parameters begin then"
         raise ConfigError(
-            f"{path}", expected="a safetensors file", got=str(error), remedy=remedy
+            f"{path}",
+            expected="a safetensors file",
+            got=str(error),
+            remedy="Correct broker.init, or leave it out:"
+            " the first learner's parameters begin then",
         ) from error
     tensors = [_stored_tensor(path, stored, entry) for entry in layout.entries]
     states: list[FragmentState] = []

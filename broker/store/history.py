@@ -216,11 +216,14 @@ class History:
 
     def load(self, row: RoundRow) -> Round:
         """A round with its chunks."""
-        pushes: list[Contribution] = []
-        for push, place in zip(row.round_.contributions, row.places, strict=True):
-            whose = f"the payload of {push.learner} in round {row.seq}"
-            pushes.append(replace(push, chunks=self._packs.read(place, whose)))
-        return replace(row.round_, contributions=tuple(pushes))
+        pushes = tuple(
+            replace(
+                push,
+                chunks=self._packs.read(place, f"the payload of {push.learner} in round {row.seq}"),
+            )
+            for push, place in zip(row.round_.contributions, row.places, strict=True)
+        )
+        return replace(row.round_, contributions=pushes)
 
     def replay(self, fragment: Fragment, state: FragmentState) -> Iterator[Version]:
         """Merges the rounds after a state again; every version must have the three digests in its
@@ -377,8 +380,9 @@ def database_errors(file: Path) -> Iterator[None]:
         if code in REFUSED_WRITES:
             raise files.DiskFull(file, error) from error
         if code & PRIMARY_CODE == sqlite3.SQLITE_BUSY:
-            remedy = "another process holds it: sqlite3, or a backup?"
-            raise files.NotWritten(file, error, remedy) from error
+            raise files.NotWritten(
+                file, error, "another process holds it: sqlite3, or a backup?"
+            ) from error
         raise damaged(file, expected="a database that works", got=str(error)) from error
 
 

@@ -277,8 +277,8 @@ class Store(History):
         counters = "SELECT clock, (SELECT coalesce(max(seq), 0) FROM rounds) AS newest FROM run"
         (before,) = self._db.execute(counters).fetchall()
         seq = before["newest"] + 1
-        tokens = sum(push.tokens for push in round_.contributions)
-        clock = min(before["clock"] + tokens, TOKENS_MAX)
+        clock = before["clock"] + sum(push.tokens for push in round_.contributions)
+        clock = min(clock, TOKENS_MAX)
         row = {
             "seq": seq,
             "fragment": round_.fragment,
