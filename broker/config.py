@@ -25,7 +25,7 @@ from narrows.proto.units import Amount, BitRate, Duration
 Learners: TypeAlias = Annotated[int, Meta(ge=1, le=msg.LEARNERS_MAX)]
 
 
-class Process(Struct, frozen=True, forbid_unknown_fields=True):
+class BrokerSection(Struct, frozen=True, forbid_unknown_fields=True):
     """[broker] The process: its address, its files, its keys."""
 
     listen: str = "tcp://127.0.0.1:7070"
@@ -43,7 +43,7 @@ class Process(Struct, frozen=True, forbid_unknown_fields=True):
     """Keep every payload and the first snapshots, for `narrows journal replay` and `rollback`."""
 
 
-class Run(Struct, frozen=True, forbid_unknown_fields=True):
+class RunSection(Struct, frozen=True, forbid_unknown_fields=True):
     """[run] The mode of the run, its clock, and its end."""
 
     mode: Mode = Mode.DECOUPLED
@@ -61,7 +61,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True):
     """A learner that is cut off for longer pauses until it is back. 0: never."""
 
 
-class Fragments(Struct, frozen=True, forbid_unknown_fields=True):
+class FragmentsSection(Struct, frozen=True, forbid_unknown_fields=True):
     """[fragments] The cut of the model, and how often each fragment is exchanged."""
 
     count: Annotated[int, Meta(ge=1, le=msg.FRAGMENTS_MAX)] = 4
@@ -74,7 +74,7 @@ class Fragments(Struct, frozen=True, forbid_unknown_fields=True):
     """Share of the steps made since the snapshot that an adoption keeps (Streaming DiLoCo)."""
 
 
-class Merge(Struct, frozen=True, forbid_unknown_fields=True):
+class MergeSection(Struct, frozen=True, forbid_unknown_fields=True):
     """[merge] When a round is merged, how, and the outer optimizer."""
 
     quorum: Annotated[int, Meta(ge=0, le=msg.LEARNERS_MAX)] = 1
@@ -88,7 +88,7 @@ class Merge(Struct, frozen=True, forbid_unknown_fields=True):
     """Nesterov momentum; 0 is plain SGD."""
 
 
-class Codec(Struct, frozen=True, forbid_unknown_fields=True):
+class CodecSection(Struct, frozen=True, forbid_unknown_fields=True):
     """[codec] How values become bits, both ways."""
 
     push: CodecName = "int4-zstd"
@@ -99,7 +99,7 @@ class Codec(Struct, frozen=True, forbid_unknown_fields=True):
     """Quantisation step in units of the tensor piece's rms: 0.5 is about 3 bits a parameter."""
 
 
-class Wan(Struct, frozen=True, forbid_unknown_fields=True):
+class WanSection(Struct, frozen=True, forbid_unknown_fields=True):
     """[wan] Rates of all that crosses the line, such as "2Gbit/s"; 0: no limit."""
 
     up: BitRate = BitRate(0.0)
@@ -128,12 +128,12 @@ MODE_PRESETS: Final[dict[Mode, dict[str, object]]] = {
 class BrokerConfig(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """All settings of a broker; its `__dict__` keeps what is made of them."""
 
-    broker: Process = field(default_factory=Process)
-    run: Run = field(default_factory=Run)
-    fragments: Fragments = field(default_factory=Fragments)
-    merge: Merge = field(default_factory=Merge)
-    codec: Codec = field(default_factory=Codec)
-    wan: Wan = field(default_factory=Wan)
+    broker: BrokerSection = field(default_factory=BrokerSection)
+    run: RunSection = field(default_factory=RunSection)
+    fragments: FragmentsSection = field(default_factory=FragmentsSection)
+    merge: MergeSection = field(default_factory=MergeSection)
+    codec: CodecSection = field(default_factory=CodecSection)
+    wan: WanSection = field(default_factory=WanSection)
 
     @cached_property
     def shared(self) -> RunSettings:
@@ -141,8 +141,7 @@ class BrokerConfig(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         rate = self.message_rate
         streams = self.wan.streams
         if streams == 0:
-            is_slow = 0.0 < rate <= 100e6
-            streams = 1 if is_slow else 4
+            streams = 4 if rate == 0.0 or rate > 100e6 else 1
         return RunSettings(
             mode=self.run.mode,
             fragments=self.fragments.count,
@@ -219,21 +218,28 @@ def load_broker(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
     config = load(BrokerConfig, path, flags, MODE_PRESETS[mode])
     listen = parse_address(config.broker.listen, listen=True)
     _require(listen.port <= 65533, "broker.listen", "a port up to 65533: it takes three", listen)
-    seeder = config.run.seeder
-    named = not seeder or re.match(msg.NAME_PATTERN, seeder)
-    _require(named, "run.seeder", "a learner's name", seeder)
+    if config.run.seeder:
+        named = re.match(msg.NAME_PATTERN, config.run.seeder)
+        _require(named, "run.seeder", "a learner's name", config.run.seeder)
     cut = config.fragments
-    below = f"less than fragments.sync_period_steps = {cut.sync_period_steps}"
-    fits = cut.overlap_steps < cut.sync_period_steps
-    _require(fits, "fragments.overlap_steps", below, cut.overlap_steps)
-    # In mode diloco a learner waits for the version of each fragment: with several, two rounds in
-    # flight could wait for learners that wait for a third.
-    whole = config.run.mode is not Mode.DILOCO or cut.count == 1
-    _require(whole, "fragments.count", "1 in mode diloco", cut.count)
+    _require(
+        cut.overlap_steps < cut.sync_period_steps,
+        "fragments.overlap_steps",
+        f"less than fragments.sync_period_steps = {cut.sync_period_steps}",
+        cut.overlap_steps,
+    )
+    if mode is Mode.DILOCO:
+        # A learner waits for the version of each fragment: with several, two rounds in flight could
+        # wait for learners that wait for a third.
+        _require(cut.count == 1, "fragments.count", "1 in mode diloco", cut.count)
     for name in ("up", "down", "total_up", "total_down"):
         rate: BitRate = getattr(config.wan, name)
-        expected = f"0 (no limit) or at least {BitRate(RATE_MIN).text()}, with its unit"
-        _require(not rate or rate >= RATE_MIN, f"wan.{name}", expected, rate.text())
+        _require(
+            not rate or rate >= RATE_MIN,
+            f"wan.{name}",
+            f"0 (no limit) or at least {BitRate(RATE_MIN).text()}, with its unit",
+            rate.text(),
+        )
     return config
 
 

@@ -42,10 +42,9 @@ def run_broker(
     """
     given = {key: text for key, text in flags.items() if text is not None}
     loaded = load_broker(config, given | assigned(assignments))
-    if events is not None:
-        check_output(events, "--events")
-    if ready_file is not None:
-        check_output(ready_file, "--ready-file")
+    for flag, file in {"--events": events, "--ready-file": ready_file}.items():
+        if file is not None:
+            check_output(file, flag)
     if resume:
         _need_run(Path(loaded.broker.state_dir))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

@@ -6,7 +6,7 @@ They only read, also while the broker runs.
 from __future__ import annotations
 
 import json as json_module
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -130,7 +130,7 @@ def export(directory: Directory, *, to: Path | None = None, layout: bool = False
         elif to is None:
             raise ConfigError("--to is missing", expected="a file to write", got="none")
         else:
-            _write_model(to, history, history.states())
+            _write_model(to, history, list(history.states()))
 
 
 def _layout(history: History) -> Layout:
@@ -139,10 +139,9 @@ def _layout(history: History) -> Layout:
     return history.run.layout
 
 
-def _write_model(to: Path, history: History, states: Iterable[FragmentState]) -> None:
+def _write_model(to: Path, history: History, states: Sequence[FragmentState]) -> None:
     check_output(to, "the model's file")
     layout = _layout(history)
-    states = list(states)
     if to.resolve().is_relative_to(history.folder.resolve()):
         raise ConfigError(f"{to}", expected="a file outside of the state directory")
     versions = json_module.dumps([state.version for state in states])

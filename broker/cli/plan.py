@@ -102,7 +102,7 @@ def figures(
     arrive_s = max(largest * ENCODE_S, largest * push / rate, largest * DECODE_S * learners / 2)
     round_s = arrive_s + largest * (MERGE_S * learners + STEP_S)
     exchange_s = round_s + largest * (publish / rate + DECODE_S)
-    tau = max(config.fragments.overlap_steps, math.ceil(exchange_s / step_s))
+    overlap_steps = max(config.fragments.overlap_steps, math.ceil(exchange_s / step_s))
     spare = min(line - down, broker_line - learners * down)
 
     # Memory and disk, in bytes per parameter. On disk are two snapshots, a third one while it is
@@ -123,7 +123,7 @@ def figures(
     return {
         "fragments": fragments,
         "sync_period_steps": period_steps,
-        "overlap_steps": min(tau, period_steps - 1),
+        "overlap_steps": min(overlap_steps, period_steps - 1),
         "push_bits_per_param": round(push, 3),
         "publish_bits_per_param": round(publish, 3),
         "learner_up_bits_per_s": up,
@@ -210,9 +210,8 @@ def as_text(plan: dict[str, Any]) -> str:
     """The figures for people: each in a fitting unit, shares in per cent."""
     lines: list[str] = []
     units = {"_bits_per_s": BitRate, "_bytes": Size, "_s": Duration}
-    for name, value in plan.items():
-        if name in ("shares", "fullest", "fits"):
-            continue
+    facts = {name: plan[name] for name in plan if name not in ("shares", "fullest", "fits")}
+    for name, value in facts.items():
         ending = next((ending for ending in units if name.endswith(ending)), "")
         if value is None:
             text = "never: no line is left for it"

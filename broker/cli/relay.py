@@ -26,9 +26,9 @@ from narrows.proto.keys import SiteKey, serve_keys
 from narrows.proto.sockets import Dial, Kind, make_socket, needs_ipv6
 
 MESSAGES_PER_TURN: Final = 16
-REDIAL_S: Final = 5.0
-"""A socket that libzmq has given up is made anew, with the key file read again; so often at
-most."""
+DIAL_AGAIN_S: Final = 5.0
+"""A socket that libzmq has given up is made anew, and the key file is read again, at most once in
+so many seconds."""
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 _SUBSCRIPTION: Final = re.compile(rb"[\0\1][pr]/.*[0-9]{2}", re.DOTALL)
@@ -46,10 +46,10 @@ class _Upstream:
         self._key = key
         self._file = file
         self._topics: dict[bytes, None] = {}
-        """Everything that the site listens to on this stream."""
+        """All that the site listens to on this stream, in the order of the subscriptions."""
         self._dials = 0
         self._told: set[str] = set()
-        """Troubles since the last connection that stand in the log already."""
+        """Troubles that the log has had since the last connection."""
         self._open(-math.inf)
 
     def _open(self, now: float) -> None:
@@ -77,7 +77,7 @@ class _Upstream:
         trouble = self.dial.error(now)
         if trouble is not None:
             self._tell(str(trouble))
-        if self.dial.is_dead(now) and now >= self._dialled_at + REDIAL_S:
+        if self.dial.is_dead(now) and now >= self._dialled_at + DIAL_AGAIN_S:
             self.dial.close()
             try:
                 self._key = read_key(self._file) if self._file else None
@@ -86,7 +86,7 @@ class _Upstream:
             self._open(now)
 
     def _tell(self, text: str) -> None:
-        """Some troubles come back ten times a second."""
+        """Tells the log a trouble once for each connection: some come back ten times a second."""
         if text not in self._told:
             self._told.add(text)
             _log.warning("%s", text)
@@ -140,8 +140,7 @@ def _pass_on(site: Socket, ups: list[_Upstream]) -> None:
         # A learner's socket can send anything up; only subscriptions are passed on.
         frame = first.bytes
         if not more and _SUBSCRIPTION.fullmatch(frame):
-            stream = int(frame[-2:])
-            ups[stream % len(ups)].subscribe(frame)
+            ups[int(frame[-2:]) % len(ups)].subscribe(frame)
     for up in ups:
         for frames in _received(up.dial.socket):
             # A learner whose pipe is full misses it, and fetches it.

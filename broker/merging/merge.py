@@ -37,10 +37,10 @@ from narrows.proto.layout import Fragment, build_table
 from narrows.proto.messages import CodecName, LayoutEntry
 
 NORM_MIN: Final = 2.0**-100
-"""Norm of a piece from which on it has a direction: the least scale that a code can have."""
+"""A piece whose norm is smaller has no direction: this is the least scale that a code can have."""
 
 DIRECTION_MIN: Final = 1e-6
-"""Norm of a sum of unit vectors, per weight, that is no more than float32 rounding."""
+"""A sum of unit vectors whose norm, per weight, is no larger is nothing but float32 rounding."""
 
 
 def merge(
@@ -51,9 +51,9 @@ def merge(
 ) -> Version:
     """Merges the contributions of a round and makes the fragment's next version.
 
-    Pure and re-entrant: it reads `before`, and changes nothing. `decoded` are the chunks of the
-    contributions, in their order, if the caller holds them; else their payloads are decoded. Both
-    are as compact as codes are, and become floats a slice at a time.
+    Pure and re-entrant: it reads `before`, and changes nothing. A caller that holds the decoded
+    chunks of the contributions gives them as `decoded`, in the same order; else the payloads are
+    decoded here. Either way they stay codes, and become floats a slice at a time.
 
     Raises FloatingPointError, which names the longest push, if a parameter or the publication
     would not be finite.
@@ -156,7 +156,8 @@ def average(
     values, value_norms, mean_norms = weighted_sums(fragment, vectors, shares, units)
     cancelled = units.any(axis=1) & (value_norms <= DIRECTION_MIN * in_order(units * norms))
     if cancelled.any():
-        # Their means were not kept. This is rare enough to add everything once more.
+        # The sums of these pieces must be means instead, which were not kept. This is rare enough
+        # to add everything once more.
         units[cancelled] = 0.0
         values, value_norms, mean_norms = weighted_sums(fragment, vectors, shares, units)
     # A sum of unit vectors becomes as long as the mean norm and the cap allow.
@@ -178,8 +179,8 @@ def outer_step(
     b = 0 moves by lr * (1 + mu) * d; with mu = 0 this is plain SGD. Raises FloatingPointError if a
     result is not finite: one NaN would spread to every learner.
 
-    Another optimizer is a kernel here and a name in records.Policy and config.Merge. What it keeps
-    between two steps is `momentum`, whose length is its own business: zeros (n,) before the first.
+    Another optimizer is a kernel here, and a name in records.Policy and config.MergeSection. What
+    it keeps between two steps is `momentum`, of any length: zeros (n,) before the first.
 
     Source: DiLoCo (arXiv 2311.08105), with the recursion of torch.optim.SGD(nesterov=True).
     """
@@ -252,11 +253,10 @@ def warm_up() -> None:
     state = FragmentState.of(0, 0, ones, ones, ones)
     for codec in get_args(CodecName):
         chunks = encode_push(fragment, ones, ones * 2, codec=codec, rho=0.5, chunk_elements=RUN)
-        payloads = tuple(chunk.payload for chunk in chunks)
         push = Contribution(
             "a", "a", push_id=1, base=0, tokens=1, steps=1,
-            codec=codec, chunk_elements=RUN, chunks=payloads,
+            codec=codec, chunk_elements=RUN, 
+            chunks=tuple(chunk.payload for chunk in chunks),
         )  # fmt: skip
         pushes = (push, replace(push, learner="b"))
-        policy = Policy(codec=codec, chunk_elements=RUN)
-        merge(fragment, state, Round(0, 1, pushes, policy))
+        merge(fragment, state, Round(0, 1, pushes, Policy(codec=codec, chunk_elements=RUN)))

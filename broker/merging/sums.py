@@ -17,15 +17,15 @@ from narrows.proto.codec import F32, F64, I8, I64, RUN, DecodedChunk, empty_f32,
 from narrows.proto.layout import Fragment
 
 SLICE: Final = 1024 * RUN
-"""Elements whose sums stay in cache. A chunk begins and ends at a multiple of RUN, as a slice does:
-packed codes can be cut there only."""
+"""Elements of a slice, whose sums stay in cache. Chunks and slices begin at multiples of RUN,
+because packed codes can be cut there only."""
 
 LANES: Final = 16
 """Partial sums of a sum of squares: enough to fill the widest vector unit. The number is part of
 the promised bits."""
 
 ROWS: Final = 8
-"""Rows of LANES elements that are added at once; no part of the bits."""
+"""Rows of LANES elements that are added at once. The number does not change the bits."""
 
 
 Vector: TypeAlias = Sequence[DecodedChunk]
@@ -77,7 +77,7 @@ def weighted_sums(
         count = min(SLICE, fragment.elements - first)
         own_values = values[first : first + count]
         own_mean = mean[:count]
-        # Only now, so that the zeros are in cache when they are added to.
+        # They become 0 only now, so that they are in cache when the first product is added.
         own_values[:] = 0.0
         own_mean[:] = 0.0
         for column, vector in enumerate(vectors):
@@ -181,8 +181,8 @@ def accumulate(
     """Adds weight * v to mean (n,) in radial spans and to values (n,) in the others, and unit * v
     to values in radial ones, where v = scale * code.
 
-    v is exact; product and sum are rounded one after the other, so that no CPU may fuse them. A
-    factor of 0 leaves its span untouched.
+    v is exact. The product is rounded, and then the sum, so no CPU may fuse the two. A factor of 0
+    leaves its span untouched.
     """
     for span in range(scales.size):
         scale = scales[span]

@@ -174,8 +174,9 @@ class Packs:
 
     def _open_next(self) -> None:
         self.close()
-        found = (int(path.stem) for path in self.folder.glob("*.pack"))
-        self.number = max(found, default=self.number) + 1
+        self.number = 1 + max(
+            (int(path.stem) for path in self.folder.glob("*.pack")), default=self.number
+        )
         self._begin = 0
         self._fd = os.open(
             self.path(self.number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600

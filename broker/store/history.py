@@ -29,7 +29,6 @@ from narrows.broker.records import (
     Version,
 )
 from narrows.broker.store import files
-from narrows.broker.store.files import damaged
 from narrows.proto.errors import ConfigError, NarrowsError, StateError
 from narrows.proto.layout import Fragment, build_table, fingerprint
 from narrows.proto.messages import Layout, Phase
@@ -140,7 +139,7 @@ class History:
                 layout=layout,
             )
         except (ValueError, msgspec.MsgspecError) as error:
-            raise damaged(self.file, expected="the row of a run", got=str(error)) from error
+            raise files.damaged(self.file, expected="the row of a run", got=str(error)) from error
 
     @property
     def table(self) -> tuple[Fragment, ...]:
@@ -163,9 +162,12 @@ class History:
         )
         digest = row_digest(row, parts)
         if digest != row["digest"]:
-            expected = f"round {seq}, version {row['version']} of fragment {row['fragment']}"
-            expected += f" with digest {row['digest']}"
-            raise damaged(self.file, expected=expected, got=digest)
+            raise files.damaged(
+                self.file,
+                expected=f"round {seq}, version {row['version']} of fragment {row['fragment']}"
+                f" with digest {row['digest']}",
+                got=digest,
+            )
         round_ = Round(
             fragment=row["fragment"],
             version=row["version"],
@@ -176,12 +178,15 @@ class History:
             period_s=row["period_s"],
             reason=row["reason"],
         )
-        digests = (row["global"], row["momentum"], row["published"])
         return RoundRow(
             seq=seq,
             at_unix=row["at"],
             round_=round_,
-            digests=Digests(*(int(text, 16) for text in digests)),
+            digests=Digests(
+                global_=int(row["global"], 16),
+                momentum=int(row["momentum"], 16),
+                published=int(row["published"], 16),
+            ),
             places=tuple(
                 files.Place(**{name: part[name] for name in files.Place._fields}) for part in parts
             ),
@@ -197,7 +202,7 @@ class History:
             )
         )
         if not rows:
-            raise damaged(self.file, expected=f"a snapshot of fragment {index}", got="none")
+            raise files.damaged(self.file, expected=f"a snapshot of fragment {index}", got="none")
         return rows
 
     def whole(self, row: RoundRow) -> FragmentState:
@@ -234,16 +239,16 @@ class History:
         for row in later:
             what = f"version {state.version + 1} of fragment {fragment.index}"
             if row.round_.version != state.version + 1:
-                raise damaged(self.file, expected=what, got=f"version {row.round_.version}")
+                raise files.damaged(self.file, expected=what, got=f"version {row.round_.version}")
             round_ = self.load(row)
             expected = f"{what} with digests {row.digests}"
             try:
                 version = merge(fragment, state, round_)
             except (FloatingPointError, NarrowsError) as error:
-                raise damaged(self.file, expected=expected, got=str(error)) from error
+                raise files.damaged(self.file, expected=expected, got=str(error)) from error
             state = version.state
             if state.digests != row.digests:
-                raise damaged(self.file, expected=expected, got=str(state.digests))
+                raise files.damaged(self.file, expected=expected, got=str(state.digests))
             yield version
 
     def state(self, fragment: Fragment) -> FragmentState:
@@ -383,7 +388,7 @@ def database_errors(file: Path) -> Iterator[None]:
             raise files.NotWritten(
                 file, error, "another process holds it: sqlite3, or a backup?"
             ) from error
-        raise damaged(file, expected="a database that works", got=str(error)) from error
+        raise files.damaged(file, expected="a database that works", got=str(error)) from error
 
 
 def _count_again(db: sqlite3.Connection) -> None:

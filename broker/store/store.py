@@ -170,8 +170,8 @@ class Store(History):
                 },
             )
             for state in states:
-                first = Version(Round(state.fragment, 0, (), Policy(), reason="seed"), state, ())
-                self._insert(first, [])
+                round_ = Round(state.fragment, 0, (), Policy(), reason="seed")
+                self._insert(Version(round_, state, ()), [])
             db.executemany(INSERT_SNAPSHOT, snapshots)
 
     def commit(self, version: Version) -> None:
@@ -367,8 +367,12 @@ class Store(History):
             # the next one overwrites. Anything else belongs to a run whose database is lost.
             strange = [path.name for path in found if "-0.safetensors" not in path.name]
             if strange:
-                got = f"a run without version 0 beside {len(strange)} files, such as {strange[0]}"
-                raise files.damaged(self.file, expected="rows for the files beside it", got=got)
+                raise files.damaged(
+                    self.file,
+                    expected="rows for the files beside it",
+                    got=f"a run without version 0 beside {len(strange)} files,"
+                    f" such as {strange[0]}",
+                )
             return
         for path in found:
             if path not in known:

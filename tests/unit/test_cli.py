@@ -26,7 +26,7 @@ from safetensors import safe_open
 from narrows import __main__ as command
 from narrows.broker.cli import keys, status
 from narrows.broker.cli.plan import payload_bits, plan
-from narrows.broker.cli.relay import REDIAL_S, _Upstream
+from narrows.broker.cli.relay import DIAL_AGAIN_S, _Upstream
 from narrows.broker.process.service import Service, log
 from narrows.broker.store import History, Store
 from narrows.broker.store.history import Audit
@@ -488,8 +488,8 @@ def test_a_refused_relay_dials_again_with_the_key_that_is_in_the_file_then(tmp_p
         assert refused(0.0) is not upstream.dial, "at once, and then every five seconds"
         file.unlink()
         write_site_key(file, SiteKey("site-a", new, (server.public,)))
-        assert refused(REDIAL_S - 0.1) is upstream.dial
-        upstream.look(now=REDIAL_S)
+        assert refused(DIAL_AGAIN_S - 0.1) is upstream.dial
+        upstream.look(now=DIAL_AGAIN_S)
         assert downlink.poll(10_000) and downlink.recv() == b"\1p/00"
         upstream.dial.close()
         downlink.close(linger=0)
