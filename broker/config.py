@@ -126,7 +126,7 @@ MODE_PRESETS: Final[dict[Mode, dict[str, object]]] = {
 
 
 class BrokerConfig(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """All settings of a broker; its `__dict__` keeps what is made of them."""
+    """All settings of a broker. Its `__dict__` keeps `shared` and `policy`, which are made once."""
 
     broker: BrokerSection = field(default_factory=BrokerSection)
     run: RunSection = field(default_factory=RunSection)
@@ -166,7 +166,7 @@ class BrokerConfig(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
     @property
     def down_rate(self) -> float:
-        """The slowest rate of what one learner receives; 0: none."""
+        """The slowest rate, in bit/s, at which one learner may receive; 0: none."""
         return self._share(self.wan.down, self.wan.total_down)
 
     def _share(self, each: BitRate, total: BitRate) -> float:
@@ -189,7 +189,7 @@ class BrokerConfig(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
 
 def _smallest_limit(*rates: float) -> float:
-    """The smallest of some rates, of which 0 is no limit."""
+    """The smallest of some rates; 0 is no limit."""
     return min((float(rate) for rate in rates if rate), default=0.0)
 
 

@@ -52,8 +52,8 @@ def run_broker(
     advice = uncached_advice()
     if advice:
         log.warning("%s", advice)
-    # A learner has nine connections, so the usual soft limit of 1,024 files is that of a hundred
-    # learners, or of a stranger who holds as many connections open.
+    # A learner has nine connections, so the usual soft limit of 1,024 files is used up by a hundred
+    # learners, or by a stranger who opens as many connections.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -6,7 +6,7 @@ They only read, also while the broker runs.
 from __future__ import annotations
 
 import json as json_module
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -130,7 +130,7 @@ def export(directory: Directory, *, to: Path | None = None, layout: bool = False
         elif to is None:
             raise ConfigError("--to is missing", expected="a file to write", got="none")
         else:
-            _write_model(to, history, list(history.states()))
+            _write_model(to, history, history.states())
 
 
 def _layout(history: History) -> Layout:
@@ -139,11 +139,12 @@ def _layout(history: History) -> Layout:
     return history.run.layout
 
 
-def _write_model(to: Path, history: History, states: Sequence[FragmentState]) -> None:
+def _write_model(to: Path, history: History, states: Iterable[FragmentState]) -> None:
     check_output(to, "the model's file")
     layout = _layout(history)
     if to.resolve().is_relative_to(history.folder.resolve()):
         raise ConfigError(f"{to}", expected="a file outside of the state directory")
+    states = list(states)  # Only now: a replay takes long, and a bad path is told before it.
     versions = json_module.dumps([state.version for state in states])
     metadata = {"narrows.run": history.run.run_id, "narrows.versions": versions}
     export_model(to, layout, history.table, [state.global_ for state in states], metadata)

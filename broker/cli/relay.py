@@ -115,7 +115,8 @@ def relay(
     told = ask_status(control, site_key, timeout_s=5.0)
     downlink = Address(parse_address(control).host, told["downlink_port"])
     context: zmq.Context[Socket] = zmq.Context()
-    # Whoever holds the site's key is of the site. The relay proves with it that it is, too.
+    # A learner that holds the site's key belongs to the site. The relay proves with the same key
+    # that it belongs there, too.
     authenticator = serve_keys(context, lambda public: public == pair.public) if pair else None
     site = make_socket(context, Kind.RELAY_SITE, pair=pair, ipv6=own.listens_on_ipv6)
     try:

@@ -56,7 +56,7 @@ class NotWritten(OSError):
 
 
 class DiskFull(NotWritten):
-    """The disk did not take them."""
+    """The disk did not take the bytes."""
 
 
 def damaged(file: Path, *, expected: str, got: str) -> StateError:
@@ -140,7 +140,7 @@ class Packs:
             self.close()
 
     def read(self, place: Place, whose: str) -> tuple[bytes, ...]:
-        """The chunks at a place. Raises StateError, which says whose payload is not as it was."""
+        """The chunks at a place; `whose` tells in a StateError which payload is damaged."""
         if place.pack is None:
             raise damaged(self.folder, expected=whose, got="a row that says it is not needed")
         path = self.path(place.pack)

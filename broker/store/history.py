@@ -49,7 +49,7 @@ ROUND_FACTS: Final = (
 CONTRIBUTION_FACTS: Final = ("seq", "fragment", *PUSH_COLUMNS, "weight", "norm", "digest")
 
 INSERT_SNAPSHOT: Final = "INSERT OR IGNORE INTO snapshots (fragment, version) VALUES (?, ?)"
-"""It takes what `files.write_states` returns."""
+"""Its values are the pairs that `files.write_states` returns."""
 
 PRIMARY_CODE: Final = 0xFF
 """Bits of an error code of SQLite that name its kind; the others say more."""
@@ -210,7 +210,7 @@ class History:
         return files.read_state(self.folder, row.round_.fragment, row.round_.version, row.digests)
 
     def newest_whole(self, index: int) -> tuple[FragmentState, list[StateError]]:
-        """The newest snapshot that is as it was written, and what is wrong with newer ones."""
+        """The newest snapshot that is as it was written, and the errors of newer ones."""
         errors: list[StateError] = []
         for row in reversed(self.snapshots(index)):
             try:
@@ -303,8 +303,8 @@ class History:
         return sum(1 for _ in self.replay(fragment, state))
 
     def _steadily(self, fragment: Fragment, look: Callable[[Fragment], Seen]) -> Seen:
-        """Looks at a fragment, and again if a broker that runs has removed meanwhile what was
-        looked at: old snapshots, and the payloads before them."""
+        """Looks at a fragment, and looks again if a broker that runs has meanwhile removed old
+        snapshots and the payloads before them."""
         kept = "SELECT version FROM snapshots WHERE fragment = :index"
         while True:
             before = self.query(kept, index=fragment.index)

@@ -81,7 +81,7 @@ SNAPSHOTS_KEPT: Final = 2
 """Per fragment: a start takes the older one if the newest is damaged."""
 
 INCARNATIONS_KEPT: Final = 1024
-"""Incarnations whose newest merged push a start knows; the newest ones."""
+"""A start knows the newest merged push of so many incarnations, the newest ones."""
 
 
 class Store(History):
@@ -107,9 +107,10 @@ class Store(History):
         self._keep_history = keep_history
         self._reach = reach
         self._lock = Lock()
-        """Held by whoever writes."""
+        """A thread that writes holds it."""
         self._snapshot_lock = Lock()
-        """Held by a snapshot: a sweep must not meet the file of another one before its row."""
+        """A snapshot holds it: the sweep of one must not meet the file of another before its
+        row."""
         with ExitStack() as undo:
             self._lock_fd = _take_folder(folder, undo)
             with database_errors(folder / DATABASE):
@@ -359,7 +360,8 @@ class Store(History):
         known.update(
             files.state_path(self.folder, row["fragment"], row["version"]) for row in states
         )
-        # What has another name is somebody else's: a folder of a file system, a copy, a note.
+        # A file of another name belongs to somebody else: a folder of a file system, a copy, a
+        # note.
         ours = ("packs/*.pack", "fragments/*.safetensors*")
         found = [path for pattern in ours for path in self.folder.glob(pattern)]
         if not states:
@@ -386,8 +388,9 @@ def _insert_into(table: str, columns: Sequence[str]) -> str:
 
 
 def _take_folder(folder: Path, undo: ExitStack) -> int:
-    """Makes what is missing of a state directory, and locks it until `undo` is closed; the lock's
-    descriptor. Raises StateError if that cannot be done, or another process has it open."""
+    """Makes the missing folders of a state directory, and locks it until `undo` is closed; returns
+    the lock's descriptor. Raises StateError if the directory cannot be used, or another process
+    has it open."""
     try:
         for each in (folder, folder / "packs", folder / "fragments"):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
