@@ -1,4 +1,4 @@
-"""The facts of a round, as syncer, merge and store hand them on. Plain data, no behaviour.
+"""The facts of rounds and of a run, as syncer, merge and store hand them on. Plain data.
 
 Arrays are float32 (n,) of one fragment, and are never written to after they are made: a worker or
 a snapshot may still read the old ones while the next version is made.
@@ -6,10 +6,11 @@ a snapshot may still read the old ones while the next version is made.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from narrows.proto.messages import CodecName
+from narrows.proto.messages import CodecName, Layout, Phase
 
 if TYPE_CHECKING:  # The codec compiles with numba, and `narrows broker --help` must be quick.
     from narrows.proto.codec import F32, EncodedChunk
@@ -80,7 +81,7 @@ class Contribution:
     codec: CodecName
     chunk_elements: int
     """Elements of its chunks: those of the epoch in which it was pushed."""
-    chunks: tuple[bytes, ...]
+    chunks: tuple[bytes, ...] = ()
 
     @property
     def order(self) -> tuple[str, str]:
@@ -115,3 +116,34 @@ class Version:
     """`published - published before`, coded."""
     norms: tuple[float, ...] = ()
     """Norm of each contribution, for the alarm."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Facts of a whole run."""
+
+    run_id: str
+    phase: Phase
+    clock: int
+    """Tokens of all merged pushes, summed over fragments."""
+    fragments: int
+    """P; 0 before version 0."""
+    layout: Layout | None
+    """None before version 0."""
+
+
+@dataclass(frozen=True)
+class Recovered(Run):
+    """All that a life of the broker begins with."""
+
+    life: int
+    period_s: float
+    """Period of the newest round; 0: none."""
+    merged: Mapping[tuple[str, int], int]
+    """(incarnation, fragment) -> newest merged push id; what was merged last stands last."""
+    merged_tokens: Mapping[str, int]
+    """Incarnation -> tokens of its merged pushes, summed over fragments."""
+    states: tuple[FragmentState, ...]
+    """Newest whole snapshot per fragment, empty before version 0: `Store.replay` goes on."""
+    notes: tuple[str, ...]
+    """Lines that an operator should read, one line each: damage that was got over, rounds lost."""

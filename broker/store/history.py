@@ -8,9 +8,9 @@ anything but the bits that learners have seen.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +20,15 @@ import msgspec
 import xxhash
 
 from narrows.broker.merging import merge
-from narrows.broker.records import Contribution, Digests, FragmentState, Policy, Round, Version
+from narrows.broker.records import (
+    Contribution,
+    Digests,
+    FragmentState,
+    Policy,
+    Round,
+    Run,
+    Version,
+)
 from narrows.broker.store import files
 from narrows.broker.store.files import damaged
 from narrows.proto.errors import ConfigError, NarrowsError, StateError
@@ -33,37 +41,6 @@ PRIMARY_CODE: Final = 0xFF
 """Bits of an error code of SQLite that name its kind; the others say more."""
 
 Seen = TypeVar("Seen")
-
-
-@dataclass(frozen=True)
-class Run:
-    """Facts of a whole run."""
-
-    run_id: str
-    phase: Phase
-    clock: int
-    """Tokens of all merged pushes, summed over fragments."""
-    fragments: int
-    """P; 0 before version 0."""
-    layout: Layout | None
-    """None before version 0."""
-
-
-@dataclass(frozen=True)
-class Recovered(Run):
-    """All that a life of the broker begins with."""
-
-    life: int
-    period_s: float
-    """Period of the newest round; 0: none."""
-    merged: Mapping[tuple[str, int], int]
-    """(incarnation, fragment) -> newest merged push id; what was merged last stands last."""
-    merged_tokens: Mapping[str, int]
-    """Incarnation -> tokens of its merged pushes, summed over fragments."""
-    states: tuple[FragmentState, ...]
-    """Newest whole snapshot per fragment, empty before version 0: `Store.replay` goes on."""
-    notes: tuple[str, ...]
-    """Lines that an operator should read, one line each: damage that was got over, rounds lost."""
 
 
 class RoundRow(NamedTuple):

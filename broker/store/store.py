@@ -23,12 +23,11 @@ from typing import Final
 
 import msgspec
 
-from narrows.broker.records import FragmentState, Policy, Round, Version
+from narrows.broker.records import FragmentState, Policy, Recovered, Round, Version
 from narrows.broker.store import files
 from narrows.broker.store.history import (
     DATABASE,
     History,
-    Recovered,
     count_again,
     database_errors,
     row_digest,

@@ -6,16 +6,18 @@ begin, are merged and exist, and whether the run ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from narrows.broker.config import BrokerConfig
+from narrows.broker.records import Recovered
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.ending import Ending
 from narrows.broker.syncer.joining import Joining
 from narrows.broker.syncer.members import Member
 from narrows.broker.syncer.pushes import Pushes
 from narrows.broker.syncer.rounds import Rounds
+from narrows.broker.syncer.seeding import Seeding
 from narrows.broker.syncer.state import State, fault
 from narrows.broker.syncer.status import status, warn_of_silence
 from narrows.proto import messages as msg
@@ -45,25 +47,32 @@ class Syncer:
         self,
         config: BrokerConfig,
         epoch: str,
-        run_id: str,
+        recovered: Recovered,
+        heads: Sequence[int],
         now: float,
         *,
-        resumed: ev.Resumed | None,
         published_digest: Callable[[int, int], int | None],
         newest_push: Callable[[str, int], int],
     ) -> None:
-        """`published_digest` and `newest_push` ask the store, as their fields in `State` say."""
-        store = published_digest, newest_push
-        self.state = state = State(config, epoch, run_id, now, resumed, *store)
-        self.epoch, self.effects = epoch, state.effects
-        self._pushes = Pushes(state)
-        self._joining = Joining(state, self._pushes)
-        self._ending = Ending(state, began_at=now)
-        self._rounds = Rounds(state, self._pushes, self._ending, launched_at=now)
-        self._advanced_at = self._beat_at = self._digests_at = now
+        """`heads` are the versions that the replay of what was recovered has led to, none before
+        version 0. `published_digest` and `newest_push` ask the store, as their fields in `State`
+        say."""
+        self.state = State(
+            config, epoch, now, recovered, list(heads), published_digest, newest_push
+        )
+        self.epoch = epoch
+        self.effects = self.state.effects
+        self._pushes = Pushes(self.state)
+        self._seeding = Seeding(self.state)
+        self._joining = Joining(self.state, self._pushes, self._seeding)
+        self._ending = Ending(self.state, began_at=now)
+        self._rounds = Rounds(self.state, self._pushes, self._ending, launched_at=now)
+        self._advanced_at = now
+        self._beat_at = now
+        self._digests_at = now
         self._wake_at = now + BEAT_S
         # A phase is not durable before the run has ended. Learners must hear of the end in their
-        # first Welcome: who is told `running` and has nothing left to push leaves for good.
+        # first Welcome: one that is told `running` and has nothing left to push leaves for good.
         self._ending.reach_goal(now)
 
     # What the host reads.
@@ -78,7 +87,7 @@ class Syncer:
 
     def status(self, now: float) -> dict[str, object]:
         """The map of a Status message; the host adds what its sockets know."""
-        return status(self.state, self._joining, self._rounds, self._ending, now)
+        return status(self.state, self._seeding, self._rounds, self._ending, now)
 
     # Control messages.
 
@@ -86,38 +95,39 @@ class Syncer:
         """A decoded control message of a connection, whose key may speak for `site` (None: no
         keys)."""
         self._notice(now)
-        member = self.state.members.by_peer.get(peer)
-        if member is not None and site is not None and not speaks_for(site, member.name):
-            # A peer chooses the name of its connection, and may choose one that another had.
-            member = None
+        name = ""
         try:
-            if isinstance(message, msg.Hello):
-                self._joining.hello(peer, site, message, now)
-            elif isinstance(message, msg.AskStatus):
-                self.effects.append(ev.Send(peer, msg.Status(self.status(now))))
-            elif member is not None:
-                member.heard_at = now
-                self._of_member(member, message, now)
-            elif not isinstance(message, msg.Bye):
-                reason = "this life of the broker has not met you: say Hello"
-                self.effects.append(ev.Send(peer, msg.Bye(reason)))
+            match message:
+                case msg.Hello():
+                    name = message.name
+                    self._joining.hello(peer, site, message, now)
+                case msg.AskStatus():
+                    self.effects.append(ev.Send(peer, msg.Status(self.status(now))))
+                case _:
+                    self._from_learner(peer, site, message, now)
         except RemoteProtocolError as error:
-            name = message.name if isinstance(message, msg.Hello) else ""
             self.state.refuse(peer, error, name=name)
         self.advance(now)
 
-    def _of_member(self, member: Member, message: msg.ControlMessage, now: float) -> None:
-        """Raises RemoteProtocolError for what a learner may not say."""
-        state = self.state
+    def _from_learner(
+        self, peer: str, site: str | None, message: msg.ControlMessage, now: float
+    ) -> None:
+        """A message that only a learner which has said Hello may send.
+
+        Raises RemoteProtocolError for what it may not say.
+        """
+        member = self.state.members.by_peer.get(peer)
+        # A peer chooses the name of its connection, and may choose one that another had.
+        is_thief = member is not None and site is not None and not speaks_for(site, member.name)
+        if member is None or is_thief:
+            if not isinstance(message, msg.Bye):
+                reason = "this life of the broker has not met you: say Hello"
+                self.effects.append(ev.Send(peer, msg.Bye(reason)))
+            return
+        member.heard_at = now
         match message:
             case msg.Report():
-                if len(message.bases) != (count := state.settings.fragments):
-                    expected, got = f"{count} fragments, as Welcome told", str(len(message.bases))
-                    remedy = "report -1 for a fragment without a version"
-                    raise fault("Report.bases", expected, got, remedy)
-                # A learner ahead of us has not read its Welcome yet: what it holds is going away.
-                heads = state.heads if state.is_open else [-1] * count
-                member.report(message, tuple(map(min, message.bases, heads)), tuple(heads), now)
+                self._take_report(member, message, now)
             case msg.Push():
                 self._pushes.announced(member, message, now)
             case msg.Fetch():
@@ -128,30 +138,55 @@ class Syncer:
                 member.has_left = True
                 self._pushes.disconnect(member)
                 text = f"{member.name} leaves: {short(message.reason)}"
-                state.note("left", text, learner=member.name)
+                self.state.note("left", text, learner=member.name)
             case _:
-                raise fault(
-                    "a message that only the broker sends",
-                    "Hello, Report, Push, Fetch, AskStatus or Bye", type(message).__name__,
-                    "connect learners to the broker, not brokers to each other",
-                )  # fmt: skip
+                expected = "Hello, Report, Push, Fetch, AskStatus or Bye"
+                remedy = "connect learners to the broker, not brokers to each other"
+                got = type(message).__name__
+                raise fault("a message that only the broker sends", expected, got, remedy)
+
+    def _take_report(self, member: Member, report: msg.Report, now: float) -> None:
+        """Raises RemoteProtocolError for a Report of another number of fragments."""
+        count = self.state.settings.fragments
+        if len(report.bases) != count:
+            expected = f"{count} fragments, as Welcome told"
+            remedy = "report -1 for a fragment without a version"
+            raise fault("Report.bases", expected, str(len(report.bases)), remedy)
+        heads = self.state.heads if self.state.is_open else [-1] * count
+        # A learner ahead of us has not read its Welcome yet: it is about to go back.
+        bases = tuple(map(min, report.bases, heads))
+        member.report(report, bases, tuple(heads), now)
 
     def _check_fetch(self, fetch: msg.Fetch) -> None:
         """Raises RemoteProtocolError for what cannot be answered. A publication that is no longer
         kept is the host's business: it answers with the state."""
-        state, kind, fragment = self.state, fetch.kind, fetch.fragment
+        state = self.state
+        fragment = fetch.fragment
         if not state.is_open or fragment >= len(state.heads):
             expected = f"a fragment below {len(state.heads)}" if state.is_open else "none yet"
             remedy = "wait for a Welcome with role adopt, and cut the model as it tells"
             raise fault("Fetch", expected, f"one of fragment {fragment}", remedy)
-        least = {msg.DataKind.STATE: 0, msg.DataKind.PUBLICATION: 1}.get(kind)
-        chunks = state.push_chunks[fragment] if least else state.state_chunks[fragment]
-        head, window = state.heads[fragment], state.settings.window_messages
-        asked, end = sum(n for _, n in fetch.chunks), max(first + n for first, n in fetch.chunks)
-        if least is None or not least <= fetch.version <= head or end > chunks or asked > window:
-            expected = f"a STATE of 0 to {head}, or a PUBLICATION of 1 to {head} if there is one; "
-            expected += f"chunks 0 to {chunks - 1}, {window} of them at a time"
-            got = f"{kind.name} of version {fetch.version}, {asked} chunks up to {end - 1}"
+
+        head = state.heads[fragment]
+        window = state.settings.window_messages
+        asked = sum(count for _, count in fetch.chunks)
+        end = max(first + count for first, count in fetch.chunks)
+        match fetch.kind:
+            case msg.DataKind.STATE:
+                chunks = state.state_chunks[fragment]
+                exists = 0 <= fetch.version <= head
+            case msg.DataKind.PUBLICATION:
+                chunks = state.push_chunks[fragment]
+                exists = 1 <= fetch.version <= head  # Version 0 is never published.
+            case _:
+                chunks = state.state_chunks[fragment]
+                exists = False
+        if not exists or end > chunks or asked > window:
+            expected = (
+                f"a STATE of 0 to {head}, or a PUBLICATION of 1 to {head} if there is one; "
+                f"chunks 0 to {chunks - 1}, {window} of them at a time"
+            )
+            got = f"{fetch.kind.name} of version {fetch.version}, {asked} chunks up to {end - 1}"
             raise fault("Fetch", expected, got, "ask for what the last Beat names, in parts")
 
     def refused(self, peer: str, error: NarrowsError, now: float) -> None:
@@ -165,12 +200,15 @@ class Syncer:
             if any(speaks_for(site, member.name) for site in sites):
                 member.is_revoked = True
                 self._pushes.disconnect(member)
-                text = f"the key of {member.name} was revoked: it is cut off until its site is "
-                text += "admitted again (narrows keys allow)"
+                text = (
+                    f"the key of {member.name} was revoked: it is cut off until its site is "
+                    "admitted again (narrows keys allow)"
+                )
                 self.state.note("revoked", text, warning=True, learner=member.name)
         self.advance(now)
 
-    # Data. Thousands of chunks come in a second, so a chunk alone decides nothing else.
+    # Data, all of this life's epoch. Thousands of chunks come in a second, so a chunk alone decides
+    # nothing else.
 
     def push_chunk(self, header: msg.Header, now: float) -> bool:
         """True: the chunk is wanted; keep it and have it checked."""
@@ -192,47 +230,44 @@ class Syncer:
 
     def wants_layout(self, incarnation: str) -> bool:
         """Asked before a layout is unpacked: it may be large."""
-        return self._joining.asked(incarnation) is not None
+        return self._seeding.asked(incarnation) is not None
 
     def layout(self, incarnation: str, layout: msg.Layout, now: float) -> None:
         """The seeding learner's layout."""
-        self._joining.layout(incarnation, layout, now)
+        self._seeding.layout(incarnation, layout, now)
         self.advance(now)
 
     def seed_chunk(self, header: msg.Header, now: float) -> bool:
         """True: the chunk is wanted; keep it."""
-        wanted = self._joining.chunk(header, now)
+        wanted = self._seeding.chunk(header, now)
         self._advance_if_due(now)
         return wanted
 
-    # What the host has done. The methods that these lead to say what it means.
+    # What became of the effects that take long.
 
-    def seeded(self, now: float) -> None:
-        self._joining.seeded()
+    def done(self, effect: ev.Slow, now: float) -> None:
+        """The host has performed an effect."""
+        match effect:
+            case ev.Seed():
+                self._seeding.seeded()
+            case ev.MergeRound(round_):
+                self._rounds.merged(round_.fragment)
+            case ev.Commit(fragment):
+                self._rounds.durable(fragment, now)
+            case ev.CommitEnd():
+                self._ending.ended(now)
         self.advance(now)
 
-    def seed_failed(self, error: NarrowsError, now: float) -> None:
-        self._joining.failed(error)
-        self.advance(now)
-
-    def merged(self, fragment: int, now: float) -> None:
-        self._rounds.merged(fragment)
-        self.advance(now)
-
-    def merge_failed(self, fragment: int, error: Exception, now: float) -> None:
-        self._rounds.merge_failed(fragment, error)
-        self.advance(now)
-
-    def durable(self, fragment: int, now: float) -> None:
-        self._rounds.durable(fragment, now)
-        self.advance(now)
-
-    def disk_failed(self, fragment: int, error: Exception, now: float) -> None:
-        self._rounds.disk_failed(fragment, error)
-        self.advance(now)
-
-    def ended(self, now: float) -> None:
-        self._ending.ended(now)
+    def failed(self, effect: ev.Slow, error: Exception, now: float) -> None:
+        """The host could not perform an effect. It tries a Commit again, and nothing else."""
+        match effect:
+            case ev.Seed():
+                assert isinstance(error, NarrowsError)
+                self._seeding.failed(error)
+            case ev.MergeRound(round_):
+                self._rounds.merge_failed(round_.fragment, error)
+            case ev.Commit(fragment):
+                self._rounds.disk_failed(fragment, error)
         self.advance(now)
 
     def stop(self, reason: str, now: float) -> None:
@@ -248,12 +283,7 @@ class Syncer:
         """Decides everything that is due."""
         self._notice(now)
         state = self.state
-        for member in state.members.connected():
-            if now >= member.heard_at + LOST_S:
-                self._pushes.disconnect(member)
-                text = f"{member.name} was not heard for {LOST_S:.0f} s and is given up until it "
-                text += "says Hello again: see whether its process runs and its line carries"
-                state.note("lost", text, warning=True, learner=member.name)
+        self._give_up_the_lost(now)
         if not state.is_open and self._joining.advance(now):
             self._rounds.launched_at = now  # Nobody has trained yet: the first launch takes time.
         state.share_uplink(now)
@@ -263,11 +293,13 @@ class Syncer:
             self._ending.advance(now)
             self._pushes.ask(now)
         if state.beat_wanted or now >= self._beat_at + BEAT_S:
-            self._beat_at, state.beat_wanted = now, False
+            self._beat_at = now
+            state.beat_wanted = False
             if not state.stopping:
                 digests: tuple[int, ...] = ()
                 if now >= self._digests_at + BEAT_S:
-                    self._digests_at, digests = now, state.head_digests()
+                    self._digests_at = now
+                    digests = state.head_digests()
                 for member in state.members.connected():
                     state.send(member, state.beat(member, now, digests))
                 warn_of_silence(state, now)
@@ -284,19 +316,31 @@ class Syncer:
         if now >= self._wake_at:
             self.advance(now)
 
+    def _give_up_the_lost(self, now: float) -> None:
+        """Cuts off learners that were not heard for long."""
+        for member in self.state.members.connected():
+            if now >= member.heard_at + LOST_S:
+                self._pushes.disconnect(member)
+                text = (
+                    f"{member.name} was not heard for {LOST_S:.0f} s and is given up until it "
+                    "says Hello again: see whether its process runs and its line carries"
+                )
+                self.state.note("lost", text, warning=True, learner=member.name)
+
     def _notice(self, now: float) -> None:
         """Notices that the broker itself has stood still: it judges nobody for that time."""
         delay_s = now - self._advanced_at
-        if delay_s > BEAT_S + STOOD_STILL_S:
-            self.state.members.excuse(delay_s, now)
-            # What came meanwhile is still to be read: no window passes before that.
-            for round_ in self.state.rounds:
-                round_.launched_at += delay_s
-                if round_.quorum_at is not None:
-                    round_.quorum_at += delay_s
-            text = f"the broker stood still for {delay_s:.1f} s: nobody is judged for it"
-            self.state.note("stood_still", text, warning=True, seconds=round(delay_s, 1))
         self._advanced_at = now
+        if delay_s <= BEAT_S + STOOD_STILL_S:
+            return
+        self.state.members.excuse(delay_s, now)
+        # What came meanwhile is still to be read: no window passes before that.
+        for round_ in self.state.rounds:
+            round_.launched_at += delay_s
+            if round_.quorum_at is not None:
+                round_.quorum_at += delay_s
+        text = f"the broker stood still for {delay_s:.1f} s: nobody is judged for it"
+        self.state.note("stood_still", text, warning=True, seconds=round(delay_s, 1))
 
     def check(self) -> None:
         """Asserts every invariant; the simulator calls it after each event."""

@@ -60,10 +60,10 @@ class Member:
     is_revoked: bool = False
     """Its site had no key left while it was connected."""
     told: Report = NOTHING_TOLD
-    """Its newest Report; but `bases` is what its parameters stand on."""
+    """Its newest Report. Not its `bases`: the field above is never ahead of the heads."""
     reported_at: float = float("-inf")
     merged_at: float = float("-inf")
-    """When a push of it was merged last; of who sends version 0: when a chunk came."""
+    """When a push of it was merged last; while it sends version 0: when a chunk came."""
     merged_tokens: int = 0
     """Tokens of its merged pushes, summed over fragments."""
     contributions: int = 0
@@ -120,26 +120,35 @@ class Member:
     def asks(self, fetch: Fetch, now: float) -> None:
         """Takes a question in. To ask for other chunks of a STATE than before shows that some have
         come; the version may move on without any."""
-        self.moved_at = self.asked_at = now
-        if fetch.kind is DataKind.STATE and self._asked.get(fetch.fragment) != hash(fetch.chunks):
-            self._asked[fetch.fragment], self.taken_at = hash(fetch.chunks), now
+        self.moved_at = now
+        self.asked_at = now
+        asked = hash(fetch.chunks)
+        if fetch.kind is DataKind.STATE and self._asked.get(fetch.fragment) != asked:
+            self._asked[fetch.fragment] = asked
+            self.taken_at = now
 
     def report(
         self, report: Report, bases: tuple[int, ...], heads: tuple[int, ...], now: float
     ) -> None:
         """Takes progress in. Step times are taken on the broker's clock: nobody's own count of
         seconds is believed."""
-        is_paused = report.paused is not None or self.told.paused is not None
+        before = self.told
+        is_paused = report.paused is not None or before.paused is not None
         if is_paused or bases == heads or bases != self.bases:
-            self.taken_at, self.taken_steps = now, report.steps
-        before, self.told, self.reported_at = self.told, report, now
-        if (report.steps, bases, report.finished) != (before.steps, self.bases, before.finished):
+            self.taken_at = now
+            self.taken_steps = report.steps
+        has_stepped = report.steps != before.steps
+        if has_stepped or bases != self.bases or report.finished != before.finished:
             self.moved_at = now
+        self.told = report
+        self.reported_at = now
         self.bases = bases
+
         if is_paused or self.counted is None:
             self.counted = (now, report.steps)
-        elif report.steps > self.counted[1] and now >= self.counted[0] + INTERVAL_S_MIN:
-            at, steps = self.counted
+            return
+        at, steps = self.counted
+        if report.steps > steps and now >= at + INTERVAL_S_MIN:
             self._intervals.append((now - at) / (report.steps - steps))
             self.step_s = median(self._intervals)
             self.counted = (now, report.steps)
@@ -172,21 +181,29 @@ class Members:
 
     def connect(self, member: Member, peer: str, now: float) -> None:
         """Gives a member a connection, when nobody else has its name or this connection."""
-        # The member itself may still be using the rate that it was told before.
+        # Its rate in force stays: it may still be sending at the rate that it was told before.
         self.by_peer.pop(member.peer, None)
         member.peer = peer
-        member.heard_at = member.moved_at = member.taken_at = now
-        member.has_left = member.is_revoked = False
-        self.by_name[member.name] = self.by_peer[peer] = member
-        gone = [member for member in self if not member.is_connected]
-        gone.sort(key=lambda member: member.heard_at)
-        for each in gone[: max(0, len(self.by_name) - NAMES_MAX)]:
+        member.heard_at = now
+        member.moved_at = now
+        member.taken_at = now
+        member.has_left = False
+        member.is_revoked = False
+        self.by_name[member.name] = member
+        self.by_peer[peer] = member
+
+        gone = [each for each in self if not each.is_connected]
+        gone.sort(key=lambda each: each.heard_at)
+        surplus = max(0, len(self.by_name) - NAMES_MAX)
+        for each in gone[:surplus]:
             del self.by_name[each.name]
 
     def disconnect(self, member: Member) -> None:
         """The connection is gone, and with it the member's rate; the name is remembered."""
         self.by_peer.pop(member.peer, None)
-        member.peer, member.up_bits_per_s, member.up_in_force = "", 0.0, 0.0
+        member.peer = ""
+        member.up_bits_per_s = 0.0
+        member.up_in_force = 0.0
 
     def excuse(self, delay_s: float, now: float) -> None:
         """The broker itself stood still: nobody was silent for that time, or slow."""
@@ -196,40 +213,61 @@ class Members:
             member.taken_at = min(now, member.taken_at + delay_s)
             member.counted = None
 
+    # Rates of the uplink.
+
     def share(self, own: float, total: float, period_s: float, now: float) -> list[Member]:
         """Sets the rates of all connected learners in bit/s: at most `own` for each, and a share of
         `total`; 0: no limit. Returns those whose rate has changed.
 
-        Who counts has an equal share. All others of a site have one together:
-        enough for a first push, and no more for two hundred names than for one.
-
         A share is lowered before another one is raised: at no time may the learners send more than
-        the total.
+        the total. Until a learner's Reports show that it has heard of less, the rate that it was
+        told before is in force.
         """
         if not own and not total:
             return []
+        total = total or math.inf
+        before = {member: member.up_bits_per_s for member in self.connected()}
+        targets = self._targets(own or math.inf, total, period_s, now)
+        self._lower(targets, now)
+        self._raise(targets, total)
+        return [member for member, rate in before.items() if member.up_bits_per_s != rate]
+
+    def _targets(
+        self, own: float, total: float, period_s: float, now: float
+    ) -> dict[Member, float]:
+        """The rate that each connected learner should have in the end.
+
+        Every learner that counts has an equal share. All others of a site have one share together:
+        enough for a first push, and no more for two hundred names than for one.
+        """
         members = self.connected()
-        new = Counter(each.site for each in members if not each.counts(period_s, now))
-        parts = [1.0 if each.counts(period_s, now) else 1 / new[each.site] for each in members]
-        whole = (total or math.inf) / max(1.0, sum(parts))
-        targets = [min(own or math.inf, whole * part) for part in parts]
-        before = [member.up_bits_per_s for member in members]
-        for member, target in zip(members, targets, strict=True):
-            if not 0 < member.up_bits_per_s <= target:  # A newcomer, or one that has too much.
-                member.up_bits_per_s = min(member.up_bits_per_s or RATE_MIN, target)
+        others = Counter(each.site for each in members if not each.counts(period_s, now))
+        parts = {
+            each: 1.0 if each.counts(period_s, now) else 1 / others[each.site] for each in members
+        }
+        whole = total / max(1.0, sum(parts.values()))
+        return {member: min(own, whole * part) for member, part in parts.items()}
+
+    def _lower(self, targets: dict[Member, float], now: float) -> None:
+        """Begins newcomers at the least rate, and tells those less that have too much."""
+        for member, target in targets.items():
+            is_new = member.up_bits_per_s == 0
+            if is_new or member.up_bits_per_s > target:
+                member.up_bits_per_s = min(RATE_MIN, target) if is_new else target
                 member.up_in_force = max(member.up_in_force, member.up_bits_per_s)
                 member.lowered_at = now
             elif member.reported_at >= member.lowered_at + CONFIRM_S:
                 member.up_in_force = member.up_bits_per_s
-        free = max(0.0, (total or math.inf) - sum(member.up_in_force for member in members))
-        for member, target in zip(members, targets, strict=True):
+
+    def _raise(self, targets: dict[Member, float], total: float) -> None:
+        """Hands out what is free of the total, in the order of joining."""
+        free = max(0.0, total - sum(member.up_in_force for member in targets))
+        for member, target in targets.items():
             raised = min(target, member.up_in_force + free)
             if raised > member.up_bits_per_s:
                 free -= max(0.0, raised - member.up_in_force)
                 member.up_bits_per_s = raised
                 member.up_in_force = max(member.up_in_force, raised)
-        pairs = zip(members, before, strict=True)
-        return [member for member, rate in pairs if member.up_bits_per_s != rate]
 
     def check(self, total: float) -> None:
         for name, member in self.by_name.items():

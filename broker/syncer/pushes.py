@@ -8,17 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from narrows.broker.records import Contribution
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import Member
-from narrows.broker.syncer.state import State, Waiting, fault
+from narrows.broker.syncer.state import FragmentRound, State, WaitingPush, fault
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
 from narrows.proto.flow.transfer import Transfer
 from narrows.proto.timing import REPAIR_S
 
 LIVES_MAX: Final = 8
-"""Incarnations of one name whose pushes of a fragment wait at a time: who starts again and again
-while no round is merged must not fill the memory."""
+"""Incarnations of one name whose pushes of a fragment wait at a time: a learner that starts again
+and again while no round is merged must not fill the memory."""
 
 
 @dataclass(eq=False)
@@ -34,48 +35,48 @@ class Pushes:
 
     def announced(self, member: Member, push: msg.Push, now: float) -> None:
         """Takes an announcement in. The same one comes again after every Welcome."""
-        fragment, push_id = push.fragment, push.push_id
         if self.state.closing:
             return  # Its learner cannot know yet that the last rounds are over.
         try:
-            self._check_open(fragment)
-            if push.base > (head := self.state.heads[fragment]):
+            self._check_open(push.fragment)
+            head = self.state.heads[push.fragment]
+            if push.base > head:
                 remedy = "fetch and adopt the newest version"
                 raise fault("base of a push", f"at most {head}", str(push.base), remedy)
-            if push_id <= (newest := member.refused.get(fragment, 0)):
+            newest = member.refused.get(push.fragment, 0)
+            if push.push_id <= newest:
                 # The learner was away when its push was refused, and would wait for ever.
-                remedy = "count its tokens and steps as unpushed, and push them under the next id"
-                what = "a push that was refused before"
-                raise fault(what, f"an id above {newest}", str(push_id), remedy)
-            waiting = self._place(member, fragment, push_id, now)
+                raise fault(
+                    "a push that was refused before",
+                    f"an id above {newest}",
+                    str(push.push_id),
+                    "count its tokens and steps as unpushed, and push them under the next id",
+                )
+            waiting = self._place(member, push.fragment, push.push_id, now)
         except RemoteProtocolError as error:
-            self.refuse(member, fragment, push_id, error)
+            self.refuse(member, push.fragment, push.push_id, error)
             return
         if waiting is not None and waiting.push is None:
-            waiting.push, waiting.announced_at = push, now
+            waiting.push = push
+            waiting.announced_at = now
             member.moved_at = now
 
     def chunk(self, header: msg.Header, now: float) -> bool:
-        """True if the chunk is wanted; asked before its payload is decoded. Constant time."""
-        state, fragment, push_id = self.state, header.fragment, header.push_id
-        member = state.members.of(header.incarnation)
-        if member is None or not member.is_connected or header.epoch != state.epoch:
+        """True if a chunk of this life's epoch is wanted; asked before its payload is decoded.
+        Constant time."""
+        member = self.state.members.of(header.incarnation)
+        if member is None or not member.is_connected:
             return False
-        member.heard_at = member.data_at = now
-        if push_id <= member.refused.get(fragment, 0) or state.closing:
+        member.heard_at = now
+        member.data_at = now
+        if self.state.closing or header.push_id <= member.refused.get(header.fragment, 0):
             return False
         try:
-            self._check_open(fragment)
-            codec, chunks, code = state.settings.push_codec, state.push_chunks, ErrorCode.BAD_CHUNK
-            remedy = "encode pushes as the settings in Welcome say"
-            if header.codec != codec:
-                raise fault("codec of a push", codec, header.codec, remedy, code)
-            if header.chunk >= chunks[fragment]:
-                expected = f"0 to {chunks[fragment] - 1}"
-                raise fault("chunk of a push", expected, str(header.chunk), remedy, code)
-            waiting = self._place(member, fragment, push_id, now)
+            self._check_open(header.fragment)
+            self._check_coding(header)
+            waiting = self._place(member, header.fragment, header.push_id, now)
         except RemoteProtocolError as error:
-            self.refuse(member, fragment, push_id, error)
+            self.refuse(member, header.fragment, header.push_id, error)
             return False
         if waiting is None or not waiting.transfer.add(header.chunk, now):
             return False
@@ -94,55 +95,90 @@ class Pushes:
     def failed(self, header: msg.Header, error: NarrowsError) -> None:
         """A wanted chunk does not decode, or is not finite: the push is refused."""
         member = self.state.members.of(header.incarnation)
-        if member and header.push_id > member.refused.get(header.fragment, 0):
+        if member is not None and header.push_id > member.refused.get(header.fragment, 0):
             self.refuse(member, header.fragment, header.push_id, error)
 
     def _check_open(self, fragment: int) -> None:
         """Raises RemoteProtocolError if no push of a fragment can be taken now."""
-        state, count = self.state, self.state.settings.fragments
-        if not state.is_open:
-            got, remedy = "a run that has not begun", "wait for a Welcome with role adopt"
+        if not self.state.is_open:
+            remedy = "wait for a Welcome with role adopt"
+            got = "a run that has not begun"
             raise fault("a push before version 0", "one after it", got, remedy)
-        if state.phase is msg.Phase.ENDED:
-            got, remedy = f"one of fragment {fragment}", "adopt the final model and leave"
-            raise fault("a push after the last round", "none", got, remedy)
+        if self.state.phase is msg.Phase.ENDED:
+            remedy = "adopt the final model and leave"
+            raise fault(
+                "a push after the last round", "none", f"one of fragment {fragment}", remedy
+            )
+        count = self.state.settings.fragments
         if fragment >= count:
             remedy = "cut the model into the fragments that Welcome tells"
             raise fault("fragment of a push", f"0 to {count - 1}", str(fragment), remedy)
 
+    def _check_coding(self, header: msg.Header) -> None:
+        """Raises RemoteProtocolError for a chunk that is not cut or coded as Welcome told."""
+        remedy = "encode pushes as the settings in Welcome say"
+        codec = self.state.settings.push_codec
+        if header.codec != codec:
+            raise fault("codec of a push", codec, header.codec, remedy, ErrorCode.BAD_CHUNK)
+        chunks = self.state.push_chunks[header.fragment]
+        if header.chunk >= chunks:
+            expected = f"0 to {chunks - 1}"
+            got = str(header.chunk)
+            raise fault("chunk of a push", expected, got, remedy, ErrorCode.BAD_CHUNK)
+
     # The inbox.
 
-    def _place(self, member: Member, fragment: int, push_id: int, now: float) -> Waiting | None:
-        """The place of a push in the inbox, made if need be; None if it counts already or another
-        one has displaced it. Raises RemoteProtocolError if it cannot be taken."""
-        round_, who = self.state.rounds[fragment], member.incarnation
-        waiting = round_.inbox.get(who)
-        if waiting is not None and push_id <= waiting.push_id:
-            return waiting if push_id == waiting.push_id else None
+    def _place(self, member: Member, fragment: int, push_id: int, now: float) -> WaitingPush | None:
+        """The place of a push in the inbox, made if need be. None: it counts already, or a newer
+        push has displaced it. Raises RemoteProtocolError if it cannot be taken."""
+        round_ = self.state.rounds[fragment]
+        waiting = round_.inbox.get(member.incarnation)
+        if waiting is not None and push_id == waiting.push_id:
+            return waiting
+        if waiting is not None and push_id < waiting.push_id:
+            return None
         # A learner that has dialled again sends what waits once more. If it is merged, or taken by
         # the running round, that needs no refusal: the publication tells whose pushes it holds.
-        newest = round_.merged.get(who, 0)
-        if push_id <= max([newest, *(each.push_id for each in round_.taken if each[1] == who)]):
+        newest = round_.newest_id(member.incarnation)
+        if push_id <= newest:
             return None
-        if not newest and push_id <= self.state.newest_push(who, fragment):
-            # Since then so many others were merged that no STATE can tell it any more.
-            remedy = "adopt the newest version: it holds this push; then push what is new"
-            what = "a push that was merged long ago"
-            raise fault(what, "one that no version holds", str(push_id), remedy)
+        if newest == 0:
+            self._check_not_in_rows(member, fragment, push_id)
         if waiting is not None:
             self._drop(waiting)  # Its tokens are in the new push: the learner took it back.
-        elif sum(each.learner == member.name for each in round_.inbox.values()) >= LIVES_MAX:
-            raise fault(
-                "too many pushes wait for the next round",
-                f"those of {LIVES_MAX} incarnations of {member.name}", "one more",
-                "count its tokens and steps as unpushed, and push them when a round has been "
-                "merged", ErrorCode.OVER_CAPACITY,
-            )  # fmt: skip
+        else:
+            self._check_room(member, round_)
         transfer = Transfer(self.state.push_chunks[fragment], now, unasked=True)
-        round_.inbox[who] = waiting = Waiting(member.name, who, fragment, push_id, transfer)
+        waiting = WaitingPush(member.name, member.incarnation, fragment, push_id, transfer)
+        round_.inbox[member.incarnation] = waiting
         return waiting
 
-    def _drop(self, waiting: Waiting) -> None:
+    def _check_not_in_rows(self, member: Member, fragment: int, push_id: int) -> None:
+        """Raises RemoteProtocolError for a push that was merged so long ago, and so many others
+        since then, that no STATE can tell its learner."""
+        newest = self.state.newest_push(member.incarnation, fragment)
+        if push_id <= newest:
+            raise fault(
+                "a push that was merged long ago",
+                "one that no version holds",
+                str(push_id),
+                "adopt the newest version: it holds this push; then push what is new",
+            )
+
+    def _check_room(self, member: Member, round_: FragmentRound) -> None:
+        """Raises RemoteProtocolError if too many lives of one learner have a push waiting."""
+        lives = sum(each.learner == member.name for each in round_.inbox.values())
+        if lives >= LIVES_MAX:
+            raise fault(
+                "too many pushes wait for the next round",
+                f"those of {LIVES_MAX} incarnations of {member.name}",
+                "one more",
+                "count its tokens and steps as unpushed, and push them when a round has been "
+                "merged",
+                ErrorCode.OVER_CAPACITY,
+            )
+
+    def _drop(self, waiting: WaitingPush) -> None:
         del self.state.rounds[waiting.fragment].inbox[waiting.incarnation]
         dropped = ev.Drop(waiting.fragment, waiting.incarnation, waiting.push_id)
         self.state.effects.append(dropped)
@@ -156,17 +192,28 @@ class Pushes:
             if waiting is not None and not waiting.is_here:
                 self._drop(waiting)
 
-    def take(self, fragment: int) -> tuple[ev.PushFacts, ...]:
+    def take(self, fragment: int) -> tuple[Contribution, ...]:
         """The contributions that are here, for a round: out of the inbox, in the order of sums."""
-        round_, facts = self.state.rounds[fragment], []
+        round_ = self.state.rounds[fragment]
+        settings = self.state.settings
+        taken: list[Contribution] = []
         # A publication that names more than LEARNERS_MAX pushes could be read by nobody.
         for waiting in round_.here()[: msg.LEARNERS_MAX]:
             push = waiting.push
             assert push is not None
             del round_.inbox[waiting.incarnation]
-            who = waiting.learner, waiting.incarnation
-            facts.append(ev.PushFacts(*who, push.push_id, push.base, push.tokens, push.steps))
-        return tuple(sorted(facts))
+            contribution = Contribution(
+                learner=waiting.learner,
+                incarnation=waiting.incarnation,
+                push_id=push.push_id,
+                base=push.base,
+                tokens=push.tokens,
+                steps=push.steps,
+                codec=settings.push_codec,
+                chunk_elements=settings.chunk_elements,
+            )
+            taken.append(contribution)
+        return tuple(sorted(taken, key=lambda each: each.order))
 
     def refuse(self, member: Member, fragment: int, push_id: int, error: NarrowsError) -> None:
         """Refuses a push once: its later chunks are dropped silently."""
@@ -187,12 +234,13 @@ class Pushes:
         self.ask_at = now + REPAIR_S  # A learner that was silent may be heard again.
         window = self.state.settings.window_messages
         for round_ in self.state.rounds:
-            for waiting in filter(lambda each: each.is_coming, round_.inbox.values()):
+            for waiting in round_.inbox.values():
                 member = self.state.members.of(waiting.incarnation)
-                if member is None or not member.is_heard(now):
+                if member is None or not waiting.is_coming or not member.is_heard(now):
                     continue
-                if chunks := waiting.transfer.ask(now, member.heard_at, window):
-                    kind, push_id = msg.DataKind.PUSH, waiting.push_id
-                    fetch = msg.Fetch(kind, waiting.fragment, 0, push_id, chunks)
+                missing = waiting.transfer.ask(now, member.heard_at, window)
+                if missing:
+                    fragment = waiting.fragment
+                    fetch = msg.Fetch(msg.DataKind.PUSH, fragment, 0, waiting.push_id, missing)
                     self.state.send(member, fetch)
                 self.ask_at = min(self.ask_at, waiting.transfer.deadline(now))
