@@ -192,7 +192,7 @@ class Checkers:
             raise Wrong(f"share: {site.name}: {share:.0f} of {session.tokens} tokens merged")
 
     def _leaks(self, host: Host) -> None:
-        kept = host.pipeline.kept_pushes
+        kept = set(host.pipeline.pushes)
         waiting = {
             (each.incarnation, each.fragment, each.push_id)
             for round_ in host.syncer.state.rounds

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from narrows.broker.config import BrokerConfig
+from narrows.broker.merging import Alarm
 from narrows.broker.process.downlink import Downlink
 from narrows.broker.process.pipeline import Pipeline, replay
 from narrows.broker.store import Store
@@ -55,7 +56,8 @@ class Host:
         self._on_note = on_note
         self._on_fault = on_fault
         recovered = store.recover(now_unix())
-        start = replay(config, store, recovered, on_note)
+        alarm = Alarm()
+        model = replay(config, store, recovered, alarm, on_note)
         epoch = f"{recovered.life}-{nonce}"
         # The time after the replay, which may take minutes: times that begin with this life, such
         # as the wait for those who have trained, would be over before anybody could come.
@@ -63,12 +65,14 @@ class Host:
             config,
             epoch,
             recovered,
-            start.model.heads if start.model is not None else (),
+            model.heads if model is not None else (),
             now(),
             published_digest=store.published_digest,
             newest_push=store.newest_push,
         )
-        self.pipeline = Pipeline(config, self, store, self.syncer, start, reach=reach, note=on_note)
+        self.pipeline = Pipeline(
+            config, self, store, self.syncer, recovered, model, alarm, reach=reach, note=on_note
+        )
         self.downlink = Downlink(config, epoch, wires, self, self.pipeline)
         self.finished: ev.Finish | None = None
         """Set when the process should end."""
@@ -82,7 +86,7 @@ class Host:
         try:
             message = wire.decode_control(frames, msg.CONTROL_UP_BYTES_MAX)
         except RemoteProtocolError as error:
-            self.syncer.refused(peer, error, now)
+            self.syncer.state.refuse(peer, error)
         else:
             self.syncer.control(peer, site, message, now)
         self._came(frames, now)
@@ -125,7 +129,7 @@ class Host:
             expected, remedy = f"{header.payload_digest:016x}", "it is asked for again"
             raise fault(what, expected, f"{got:016x}", remedy, ErrorCode.BAD_DIGEST)
         if header.kind is msg.DataKind.PUSH:
-            if self.syncer.push_chunk(header, now):
+            if self.syncer.wants(header, now):
                 self._up_bytes[wire.name_of(header.incarnation)] += len(payload)
                 self.pipeline.keep(header, payload)
         elif header.codec != msg.LOSSLESS:
@@ -134,7 +138,7 @@ class Host:
         elif header.kind is msg.DataKind.LAYOUT:
             if self.syncer.wants_layout(header.incarnation):
                 self.syncer.layout(header.incarnation, wire.unpack_layout(payload), now)
-        elif self.syncer.seed_chunk(header, now):
+        elif self.syncer.wants(header, now):
             self._up_bytes[wire.name_of(header.incarnation)] += len(payload)
             self.pipeline.keep_seed(header, payload)
 

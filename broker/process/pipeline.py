@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -53,26 +53,19 @@ class PushPayloads:
     decoded: dict[int, DecodedChunk] = field(default_factory=dict)
 
 
-class Start(NamedTuple):
-    """Everything that a life of the pipeline begins with."""
-
-    model: Model | None
-    """None before version 0."""
-    alarm: Alarm
-    snapshots: list[int]
-    """Version of the newest snapshot, per fragment."""
-
-
 def replay(
-    config: BrokerConfig, store: Store, recovered: Recovered, note: Callable[[ev.Note], None]
-) -> Start:
-    """Replays what the last life left. Raises ConfigError for another number of fragments,
-    StateError if a replay gives other bits."""
+    config: BrokerConfig,
+    store: Store,
+    recovered: Recovered,
+    alarm: Alarm,
+    note: Callable[[ev.Note], None],
+) -> Model | None:
+    """Replays what the last life left; None before version 0. Raises ConfigError for another
+    number of fragments, StateError if a replay gives other bits."""
     for text in recovered.notes:
         note(ev.Note("recovered", text, {}, warning=True))
-    alarm = Alarm()
     if recovered.layout is None:
-        return Start(None, alarm, [])
+        return None
     if recovered.fragments != config.fragments.count:
         raise ConfigError(
             "fragments.count cannot change within a run",
@@ -81,15 +74,16 @@ def replay(
             remedy=f"set it to {recovered.fragments}, or begin a run in another --state-dir",
         )
     model = Model(build_table(recovered.layout.entries, recovered.fragments), recovered.states)
-    snapshots = list(model.heads)
     for fragment, snapshot in zip(model.table, recovered.states, strict=True):
         for version in store.replay(fragment, snapshot):
             model.install(version)
             alarm.hear(version)
-    tokens = recovered.clock // recovered.fragments
-    text = f"resumed run {recovered.run_id} at versions {min(model.heads)} to {max(model.heads)}"
-    note(ev.Note("resumed", f"{text}, {tokens:,} tokens", {}))
-    return Start(model, alarm, snapshots)
+    text = (
+        f"resumed run {recovered.run_id} at versions {min(model.heads)} to {max(model.heads)}, "
+        f"{recovered.clock // recovered.fragments:,} tokens"
+    )
+    note(ev.Note("resumed", text, {}))
+    return model
 
 
 class Pipeline:
@@ -102,12 +96,15 @@ class Pipeline:
         pool: Pool,
         store: Store,
         syncer: Syncer,
-        start: Start,
+        recovered: Recovered,
+        model: Model | None,
+        alarm: Alarm,
         *,
         reach: Callable[[str], None],
         note: Callable[[ev.Note], None],
     ) -> None:
-        """`reach` is called at each of CRASH_PLACES. `note` takes what people should read."""
+        """`model` is the one that `replay` has made, and `alarm` has heard its versions. `reach`
+        is called at each of CRASH_PLACES. `note` takes what people should read."""
         self._config = config
         self._settings = config.shared
         self._pool = pool
@@ -115,8 +112,12 @@ class Pipeline:
         self._syncer = syncer
         self._reach = reach
         self._note = note
-        self.model, self._alarm, self._snapshots = start
-        self._pushes: dict[tuple[str, int, int], PushPayloads] = {}
+        self._alarm = alarm
+        self.model = model
+        """None until version 0 is durable."""
+        self._snapshots = [state.version for state in recovered.states]
+        """Version of the newest snapshot, per fragment."""
+        self.pushes: dict[tuple[str, int, int], PushPayloads] = {}
         """By (incarnation, fragment, push id)."""
         self._seed: dict[tuple[int, int], bytes] = {}
         """(fragment, chunk) -> payload of version 0."""
@@ -138,26 +139,30 @@ class Pipeline:
 
     def keep(self, header: Header, payload: bytes) -> None:
         """Keeps a wanted chunk, and has a worker decode it."""
-        push = self._pushes.setdefault(_key(header), PushPayloads())
+        push = self.pushes.setdefault(_key(header), PushPayloads())
         push.payloads[header.chunk] = payload
-        fragment = self.loaded.table[header.fragment]
-        elements = self._settings.chunk_elements
 
         def work() -> DecodedChunk | None:
             # A newer push has taken its place: a learner that does this again and again must not
             # fill the queue of the workers.
-            if self._pushes.get(_key(header)) is not push:
+            if self.pushes.get(_key(header)) is not push:
                 return None
-            return decode_chunk(fragment, header.codec, elements, header.chunk, payload)
+            return decode_chunk(
+                self.loaded.table[header.fragment],
+                header.codec,
+                self._settings.chunk_elements,
+                header.chunk,
+                payload,
+            )
 
         self._pool.run(work, lambda result, now: self.checked(header, push, result, now))
 
     def checked(self, header: Header, push: PushPayloads, result: Any, now: float) -> None:
         """A chunk decodes and is finite, or its push is refused."""
-        if self._pushes.get(_key(header)) is not push:
+        if self.pushes.get(_key(header)) is not push:
             return  # It was dropped meanwhile.
         if isinstance(result, RemoteProtocolError):
-            del self._pushes[_key(header)]
+            del self.pushes[_key(header)]
             self._syncer.push_failed(header, result, now)
             return
         push.decoded[header.chunk] = result_of(result)
@@ -167,9 +172,12 @@ class Pipeline:
         """Forgets a push that no round will take. Push id 0 stands for version 0: the one learner
         that was asked for it has failed."""
         if order.push_id == 0:
-            for place in [each for each in self._seed if each[0] == order.fragment]:
-                del self._seed[place]
-        self._pushes.pop((order.incarnation, order.fragment, order.push_id), None)
+            self._seed = {
+                (fragment, index): payload
+                for (fragment, index), payload in self._seed.items()
+                if fragment != order.fragment
+            }
+        self.pushes.pop((order.incarnation, order.fragment, order.push_id), None)
 
     # -- a round
 
@@ -179,11 +187,11 @@ class Pipeline:
         contributions: list[Contribution] = []
         decoded: list[list[DecodedChunk]] = []
         for contribution in due.contributions:
-            key = (contribution.incarnation, due.fragment, contribution.push_id)
-            push = self._pushes.pop(key)
+            push = self.pushes.pop((contribution.incarnation, due.fragment, contribution.push_id))
             indexes = range(len(push.payloads))
-            chunks = tuple(push.payloads[index] for index in indexes)
-            contributions.append(replace(contribution, chunks=chunks))
+            contributions.append(
+                replace(contribution, chunks=tuple(push.payloads[index] for index in indexes))
+            )
             decoded.append([push.decoded[index] for index in indexes])
         round_ = replace(due, contributions=tuple(contributions))
         fragment = self.loaded.table[due.fragment]
@@ -230,29 +238,24 @@ class Pipeline:
 
     def seed(self, order: ev.Seed) -> None:
         """Has a worker make version 0 durable, from the initial file or a learner's chunks."""
-
-        def work() -> Model | RemoteProtocolError:
-            try:
-                return self._version_0(order.layout)
-            except (ConfigError, RemoteProtocolError, MemoryError) as error:
-                return _refusal(error, order.layout)
-
         self._write(
-            work,
+            lambda: self._version_0(order.layout),
             lambda result, now: self.seeded(order, result, now),
-            self._warn_about("version 0"),
+            lambda error, now: self._warn(f"version 0 cannot be written yet: {error}"),
         )
 
-    def _version_0(self, layout: Layout) -> Model:
-        """On a worker. Raises ConfigError, RemoteProtocolError, DiskFull or MemoryError."""
-        table = build_table(layout.entries, self._settings.fragments)
-        init = self._config.broker.init
-        if init:
-            states = read_initial(Path(init), layout, table)
-        else:
-            states = [self._sent_state(fragment) for fragment in table]
-        self._store.seed(layout, states)
-        return Model(table, states)
+    def _version_0(self, layout: Layout) -> Model | RemoteProtocolError:
+        """The durable version 0, or the refusal of its learner; on a worker. Raises DiskFull."""
+        try:
+            table = build_table(layout.entries, self._settings.fragments)
+            if self._config.broker.init:
+                states = read_initial(Path(self._config.broker.init), layout, table)
+            else:
+                states = [self._sent_state(fragment) for fragment in table]
+            self._store.seed(layout, states)
+            return Model(table, states)
+        except (ConfigError, RemoteProtocolError, MemoryError) as error:
+            return _refusal(error, layout)
 
     def _sent_state(self, fragment: Fragment) -> FragmentState:
         """Version 0 of a fragment, from a learner's chunks."""
@@ -262,8 +265,7 @@ class Pipeline:
             for index in range(fragment.chunk_count(elements))
         ]
         values = values_of(fragment, chunks)
-        momentum = np.zeros_like(values)
-        return FragmentState.of(fragment.index, 0, values, momentum, published=values)
+        return FragmentState.of(fragment.index, 0, values, np.zeros_like(values), values)
 
     def seeded(self, order: ev.Seed, result: Model | RemoteProtocolError, now: float) -> None:
         """Version 0 is durable, or its learner is refused."""
@@ -280,7 +282,7 @@ class Pipeline:
         self._write(
             self._store.end,
             lambda result, now: self._syncer.done(order, now),
-            self._warn_about("the end of the run"),
+            lambda error, now: self._warn(f"the end of the run cannot be written yet: {error}"),
         )
 
     # -- a stop
@@ -292,15 +294,14 @@ class Pipeline:
         is gone.
         """
         self._store.check_folder()
-        if self.model is None:
-            return True
-        for state in self.model.states:
-            if state.version > self._snapshots[state.fragment]:
-                try:
+        states = self.model.states if self.model is not None else []
+        try:
+            for state in states:
+                if state.version > self._snapshots[state.fragment]:
                     self._store.snapshot(state)
-                except OSError as error:
-                    self._warn(f"the next start replays some rounds: {error}")
-                    return False
+        except OSError as error:
+            self._warn(f"the next start replays some rounds: {error}")
+            return False
         return True
 
     # -- time, and what is served
@@ -316,17 +317,11 @@ class Pipeline:
         """When `turn` has something to do."""
         return min((at for at, _ in self._again), default=math.inf)
 
-    @property
-    def kept_pushes(self) -> set[tuple[str, int, int]]:
-        """(incarnation, fragment, push id) of the pushes whose payloads wait for a round."""
-        return set(self._pushes)
-
     def publication(self, fragment: int, version: int) -> Version | None:
         """One of the last publications of a fragment; None if it is no longer kept, or was made
         before a restart that changed the size of chunks."""
         found = self.loaded.publication(fragment, version)
-        elements = self._settings.chunk_elements
-        if found is None or found.round_.policy.chunk_elements != elements:
+        if found and found.round_.policy.chunk_elements != self._settings.chunk_elements:
             return None
         return found
 
@@ -340,20 +335,28 @@ class Pipeline:
         """Writes the round to the events file, and warns of a push that is far too long."""
         round_ = version.round_
         state = version.state
-        fields: dict[str, object] = {
-            "fragment": state.fragment,
-            "version": state.version,
-            "digest": f"{state.digests.published:016x}",
-            "reason": round_.reason,
-            "contributors": [each.learner for each in round_.contributions],
-            "tokens": sum(each.tokens for each in round_.contributions),
-            "live": self._syncer.live(now),
-            "run_tokens": self._syncer.run_tokens,
-            "elements": self.loaded.table[state.fragment].elements,
-            "pushed_bytes": sum(len(c) for each in round_.contributions for c in each.chunks),
-            "published_bytes": sum(len(each.payload) for each in version.publication),
-        }
-        self._note(ev.Note("merged", f"fragment {state.fragment}: {state.version}", fields))
+        syncer = self._syncer.state
+        self._note(
+            ev.Note(
+                "merged",
+                f"fragment {state.fragment}: {state.version}",
+                {
+                    "fragment": state.fragment,
+                    "version": state.version,
+                    "digest": f"{state.digests.published:016x}",
+                    "reason": round_.reason,
+                    "contributors": [each.learner for each in round_.contributions],
+                    "tokens": sum(each.tokens for each in round_.contributions),
+                    "live": sorted(each.name for each in syncer.members.awaited(now)),
+                    "run_tokens": syncer.clock.run_tokens,
+                    "elements": self.loaded.table[state.fragment].elements,
+                    "pushed_bytes": sum(
+                        len(c) for each in round_.contributions for c in each.chunks
+                    ),
+                    "published_bytes": sum(len(each.payload) for each in version.publication),
+                },
+            )
+        )
         for line in self._alarm.hear(version):
             self._note(ev.Note("alarm", line, {"fragment": state.fragment}, warning=True))
 
@@ -381,8 +384,7 @@ class Pipeline:
 
         def finish(result: Any, now: float) -> None:
             if isinstance(result, OSError):
-                again = now + DISK_AGAIN_S
-                self._again.append((again, lambda: self._pool.run(work, finish)))
+                self._again.append((now + DISK_AGAIN_S, lambda: self._pool.run(work, finish)))
                 failed(result, now)
             elif isinstance(result, RemoteProtocolError):
                 done(result, now)  # The refusal of a learner is a result, too.
@@ -390,9 +392,6 @@ class Pipeline:
                 done(result_of(result), now)
 
         self._pool.run(work, finish)
-
-    def _warn_about(self, what: str) -> Callable[[OSError, float], None]:
-        return lambda error, now: self._warn(f"{what} cannot be written yet: {error}")
 
     def _warn(self, text: str) -> None:
         self._note(ev.Note("disk", text, {}, warning=True))
@@ -414,9 +413,13 @@ def _refusal(
             "run the broker on a larger machine, or train a smaller model", ErrorCode.TOO_LARGE,
         )  # fmt: skip
     if error.code is ErrorCode.NOT_FINITE:  # Asked again, its learner would send the same.
-        remedy = "start it with parameters that are finite"
-        code = ErrorCode.NOT_FINITE_SEED
-        return fault("version 0", error.expected, error.got, remedy, code)
+        return fault(
+            "version 0",
+            error.expected,
+            error.got,
+            "start it with parameters that are finite",
+            ErrorCode.NOT_FINITE_SEED,
+        )
     code = error.code
     if code is ErrorCode.CONFIG:  # It fits neither the settings nor the initial file.
         code = ErrorCode.LAYOUT_DIFFERS

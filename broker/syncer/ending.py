@@ -99,8 +99,11 @@ class Ending:
         if state.closing or state.in_flight() or self.fragments_open(now):
             return
         # A learner that the last rounds have waited for in vain gets no second wait.
-        fragments = range(len(state.heads))
-        patient = [m for m in state.members if not any(self.owes(m, f) for f in fragments)]
+        patient = [
+            member
+            for member in state.members
+            if not any(self.owes(member, fragment) for fragment in range(len(state.heads)))
+        ]
         self._wait_anew(patient, now)
         state.closing = True
         state.effects.append(ev.CommitEnd())
@@ -109,8 +112,7 @@ class Ending:
         """The end is durable: the heads are final."""
         # A full disk may have kept everybody waiting, so all get a full wait from now on, except
         # those that were given up before the wait for the disk began.
-        waiting = [member for member in self.state.members if member.moved_at >= self.began_at]
-        self._wait_anew(waiting, now)
+        self._wait_anew([m for m in self.state.members if m.moved_at >= self.began_at], now)
         self.state.closing = False
         self.state.turn(Phase.ENDED)
         self.state.note("ended", "the run has ended: learners adopt the final model")
@@ -129,8 +131,11 @@ class Ending:
         for member in self.state.members:
             if member.has_left or member.heard_at < self.began_at - LEAVE_S:
                 continue
-            pairs = zip(self.state.heads, member.bases, strict=True)
-            lacks = [str(f) for f, (head, base) in enumerate(pairs) if base < head]
+            lacks = [
+                str(fragment)
+                for fragment, base in enumerate(member.bases)
+                if base < self.state.heads[fragment]
+            ]
             if lacks:
                 noun = "fragment" if len(lacks) == 1 else "fragments"
                 lines.append(f"{member.name} ({noun} {', '.join(lacks)})")

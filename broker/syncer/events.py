@@ -26,7 +26,6 @@ class Send(NamedTuple):
 class Seed(NamedTuple):
     """All chunks of version 0 are here: make it durable. A failure refuses its learner."""
 
-    incarnation: str
     layout: Layout
 
 

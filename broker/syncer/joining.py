@@ -80,9 +80,19 @@ class Joining:
             role = msg.Role.ADOPT
         elif self.seeding.asked(member.incarnation) and not state.config.broker.init:
             role = msg.Role.SEED  # With an initial file the layout alone is fetched.
-        beat = state.beat(member, now)
-        told = msg.Welcome(state.run_id, role, state.settings, *state.ports, go_back, beat)
-        state.send(member, told)
+        uplink_port, downlink_port = state.ports
+        state.send(
+            member,
+            msg.Welcome(
+                run_id=state.run_id,
+                role=role,
+                settings=state.settings,
+                uplink_port=uplink_port,
+                downlink_port=downlink_port,
+                go_back=go_back,
+                beat=state.beat(member, now),
+            ),
+        )
 
     def _check(self, site: str | None, hello: msg.Hello, now: float) -> None:
         """Raises RemoteProtocolError if a learner is not admitted; its layout aside."""
@@ -132,17 +142,16 @@ class Joining:
     def _meet_stranger(self, hello: msg.Hello, now: float) -> None:
         """Names a learner of another run once, though it says Hello each second."""
         state = self.state
-        name = hello.name
         mine = f"is at version {max(state.heads)}" if state.heads else "is empty"
         text = (
-            f"{name} belongs to run {short(hello.run_id)}, and this broker holds run "
+            f"{hello.name} belongs to run {short(hello.run_id)}, and this broker holds run "
             f"{state.run_id}, which {mine}: was the state directory lost, or is it not mounted?"
         )
         # The newest Hello stands last.
-        _, seen_at = state.strangers.pop(name, ("", -STRANGER_S))
-        state.strangers[name] = (text, now)
+        _, seen_at = state.strangers.pop(hello.name, ("", -STRANGER_S))
+        state.strangers[hello.name] = (text, now)
         if now >= seen_at + STRANGER_S:
-            state.note("other_run", text, warning=True, learner=name)
+            state.note("other_run", text, warning=True, learner=hello.name)
         if len(state.strangers) > NAMES_MAX:
             del state.strangers[next(iter(state.strangers))]
 
@@ -184,18 +193,18 @@ class Joining:
                 continue
             # Without a head the directory is a copy from before version 0: seed the run anew.
             head = state.heads[fragment] if state.heads else -1
-            if copy.version > head:
-                versions_ahead += copy.version - head
-                go_back.append(fragment)
-            elif copy.digest != state.published_digest(fragment, copy.version):
+            versions_ahead += max(0, copy.version - head)
+            known = state.published_digest(fragment, copy.version) if copy.version <= head else None
+            if known != copy.digest:
                 go_back.append(fragment)
         if versions_ahead:
-            text = (
-                f"{hello.name} holds {versions_ahead} versions that this state directory has not: "
-                "it is an older copy. The learner goes back to it"
-            )
             state.note(
-                "history_lost", text, warning=True, learner=hello.name, versions=versions_ahead
+                "history_lost",
+                f"{hello.name} holds {versions_ahead} versions that this state directory has not: "
+                "it is an older copy. The learner goes back to it",
+                warning=True,
+                learner=hello.name,
+                versions=versions_ahead,
             )
         return tuple(go_back)
 
@@ -203,13 +212,18 @@ class Joining:
         """The member of an incarnation: the known one, or a new one in place of the last."""
         state = self.state
         name = hello.name
-        bases = self._bases(hello, go_back)
+        bases = [copy.version for copy in hello.copies] or [-1] * state.settings.fragments
+        for fragment in go_back:
+            bases[fragment] = -1
+        if state.heads:
+            # A copy that is ahead within this epoch is counted once its version is a head.
+            bases = list(map(min, bases, state.heads))
         holder = state.members.by_name.get(name)
         if holder is not None and holder.incarnation == hello.incarnation:
-            holder.bases = bases
+            holder.bases = tuple(bases)
             state.note("rejoined", f"{name} is back", learner=name)
             return holder
-        member = Member(name, hello.incarnation, hello.fingerprint, now, now, bases=bases)
+        member = Member(name, hello.incarnation, hello.fingerprint, now, now, bases=tuple(bases))
         member.merged_tokens = state.tokens_before.get(hello.incarnation, 0)
         if holder is None:
             state.note("joined", f"{name} has joined", learner=name)
@@ -217,13 +231,3 @@ class Joining:
             member.up_in_force = holder.up_in_force
             state.note("rejoined", f"{name} was started again", learner=name)
         return member
-
-    def _bases(self, hello: msg.Hello, go_back: tuple[int, ...]) -> tuple[int, ...]:
-        """The versions that a learner's parameters stand on, as far as they are of this run."""
-        bases = [copy.version for copy in hello.copies] or [-1] * self.state.settings.fragments
-        for fragment in go_back:
-            bases[fragment] = -1
-        if self.state.heads:
-            # A copy that is ahead within this epoch is counted once its version is a head.
-            bases = list(map(min, bases, self.state.heads))
-        return tuple(bases)

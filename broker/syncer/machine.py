@@ -67,23 +67,13 @@ class Syncer:
         self._joining = Joining(self.state, self._pushes, self._seeding)
         self._ending = Ending(self.state, began_at=now)
         self._rounds = Rounds(self.state, self._pushes, self._ending, launched_at=now)
-        self._advanced_at = now
-        self._beat_at = now
-        self._digests_at = now
+        self._advanced_at = self._beat_at = self._digests_at = now
         self._wake_at = now + BEAT_S
         # A phase is not durable before the run has ended. Learners must hear of the end in their
         # first Welcome: one that is told `running` and has nothing left to push leaves for good.
         self._ending.reach_goal(now)
 
     # What the host reads.
-
-    @property
-    def run_tokens(self) -> int:
-        return self.state.clock.run_tokens
-
-    def live(self, now: float) -> list[str]:
-        """Names of the learners that rounds wait for, for the events file."""
-        return sorted(member.name for member in self.state.members.awaited(now))
 
     def status(self, now: float) -> dict[str, object]:
         """The map of a Status message; the host adds what its sockets know."""
@@ -95,17 +85,16 @@ class Syncer:
         """A decoded control message of a connection, whose key may speak for `site` (None: no
         keys)."""
         self._notice(now)
-        name = ""
         try:
             match message:
                 case msg.Hello():
-                    name = message.name
                     self._joining.hello(peer, site, message, now)
                 case msg.AskStatus():
                     self.effects.append(ev.Send(peer, msg.Status(self.status(now))))
                 case _:
                     self._from_learner(peer, site, message, now)
         except RemoteProtocolError as error:
+            name = message.name if isinstance(message, msg.Hello) else ""
             self.state.refuse(peer, error, name=name)
         self.advance(now)
 
@@ -121,8 +110,9 @@ class Syncer:
         is_thief = member is not None and site is not None and not speaks_for(site, member.name)
         if member is None or is_thief:
             if not isinstance(message, msg.Bye):
-                reason = "this life of the broker has not met you: say Hello"
-                self.effects.append(ev.Send(peer, msg.Bye(reason)))
+                self.effects.append(
+                    ev.Send(peer, msg.Bye("this life of the broker has not met you: say Hello"))
+                )
             return
         member.heard_at = now
         match message:
@@ -137,62 +127,62 @@ class Syncer:
             case msg.Bye():
                 member.has_left = True
                 self._pushes.disconnect(member)
-                text = f"{member.name} leaves: {short(message.reason)}"
-                self.state.note("left", text, learner=member.name)
+                self.state.note(
+                    "left", f"{member.name} leaves: {short(message.reason)}", learner=member.name
+                )
             case _:
-                expected = "Hello, Report, Push, Fetch, AskStatus or Bye"
-                remedy = "connect learners to the broker, not brokers to each other"
-                got = type(message).__name__
-                raise fault("a message that only the broker sends", expected, got, remedy)
+                raise fault(
+                    "a message that only the broker sends",
+                    "Hello, Report, Push, Fetch, AskStatus or Bye",
+                    type(message).__name__,
+                    "connect learners to the broker, not brokers to each other",
+                )
 
     def _take_report(self, member: Member, report: msg.Report, now: float) -> None:
         """Raises RemoteProtocolError for a Report of another number of fragments."""
         count = self.state.settings.fragments
         if len(report.bases) != count:
-            expected = f"{count} fragments, as Welcome told"
-            remedy = "report -1 for a fragment without a version"
-            raise fault("Report.bases", expected, str(len(report.bases)), remedy)
+            raise fault(
+                "Report.bases",
+                f"{count} fragments, as Welcome told",
+                str(len(report.bases)),
+                "report -1 for a fragment without a version",
+            )
         heads = self.state.heads if self.state.is_open else [-1] * count
         # A learner ahead of us has not read its Welcome yet: it is about to go back.
-        bases = tuple(map(min, report.bases, heads))
-        member.report(report, bases, tuple(heads), now)
+        member.report(report, tuple(map(min, report.bases, heads)), tuple(heads), now)
 
     def _check_fetch(self, fetch: msg.Fetch) -> None:
         """Raises RemoteProtocolError for what cannot be answered. A publication that is no longer
         kept is the host's business: it answers with the state."""
         state = self.state
-        fragment = fetch.fragment
-        if not state.is_open or fragment >= len(state.heads):
-            expected = f"a fragment below {len(state.heads)}" if state.is_open else "none yet"
-            remedy = "wait for a Welcome with role adopt, and cut the model as it tells"
-            raise fault("Fetch", expected, f"one of fragment {fragment}", remedy)
-
-        head = state.heads[fragment]
+        if not state.is_open or fetch.fragment >= len(state.heads):
+            raise fault(
+                "Fetch",
+                f"a fragment below {len(state.heads)}" if state.is_open else "none yet",
+                f"one of fragment {fetch.fragment}",
+                "wait for a Welcome with role adopt, and cut the model as it tells",
+            )
+        head = state.heads[fetch.fragment]
         window = state.settings.window_messages
         asked = sum(count for _, count in fetch.chunks)
         end = max(first + count for first, count in fetch.chunks)
+        exists = False
+        chunks = state.state_chunks[fetch.fragment]
         match fetch.kind:
             case msg.DataKind.STATE:
-                chunks = state.state_chunks[fragment]
                 exists = 0 <= fetch.version <= head
             case msg.DataKind.PUBLICATION:
-                chunks = state.push_chunks[fragment]
                 exists = 1 <= fetch.version <= head  # Version 0 is never published.
-            case _:
-                chunks = state.state_chunks[fragment]
-                exists = False
+                chunks = state.push_chunks[fetch.fragment]
         if not exists or end > chunks or asked > window:
-            expected = (
+            raise fault(
+                "Fetch",
                 f"a STATE of 0 to {head}, or a PUBLICATION of 1 to {head} if there is one; "
-                f"chunks 0 to {chunks - 1}, {window} of them at a time"
+                f"chunks 0 to {chunks - 1}, {window} of them at a time",
+                f"{fetch.kind.name} of version {fetch.version}, {asked} chunks up to {end - 1}",
+                "ask for what the last Beat names, in parts",
             )
-            got = f"{fetch.kind.name} of version {fetch.version}, {asked} chunks up to {end - 1}"
-            raise fault("Fetch", expected, got, "ask for what the last Beat names, in parts")
-
-    def refused(self, peer: str, error: NarrowsError, now: float) -> None:
-        """A control message that could not be decoded."""
-        self.state.refuse(peer, error)
-        self.advance(now)
 
     def revoked(self, sites: Collection[str], now: float) -> None:
         """Sites have no key any more. Their learners are cut off until they say Hello again."""
@@ -200,28 +190,33 @@ class Syncer:
             if any(speaks_for(site, member.name) for site in sites):
                 member.is_revoked = True
                 self._pushes.disconnect(member)
-                text = (
+                self.state.note(
+                    "revoked",
                     f"the key of {member.name} was revoked: it is cut off until its site is "
-                    "admitted again (narrows keys allow)"
+                    "admitted again (narrows keys allow)",
+                    warning=True,
+                    learner=member.name,
                 )
-                self.state.note("revoked", text, warning=True, learner=member.name)
         self.advance(now)
 
     # Data, all of this life's epoch. Thousands of chunks come in a second, so a chunk alone decides
     # nothing else.
 
-    def push_chunk(self, header: msg.Header, now: float) -> bool:
-        """True: the chunk is wanted; keep it and have it checked."""
-        wanted = self._pushes.chunk(header, now)
-        self._wake_at = min(self._wake_at, self._pushes.ask_at)  # Arrivals carry a repair on.
-        self._advance_if_due(now)
+    def wants(self, header: msg.Header, now: float) -> bool:
+        """True: a chunk of a push or of version 0 is wanted; keep it, and have a push's checked."""
+        if header.kind is msg.DataKind.PUSH:
+            wanted = self._pushes.chunk(header, now)
+            self._wake_at = min(self._wake_at, self._pushes.ask_at)  # Arrivals carry a repair on.
+        else:
+            wanted = self._seeding.chunk(header, now)
+        if now >= self._wake_at:
+            self.advance(now)
         return wanted
 
     def chunk_checked(self, header: msg.Header, now: float) -> None:
         """A wanted chunk decodes and is finite."""
-        if self._pushes.checked(header):
+        if self._pushes.checked(header) or now >= self._wake_at:
             self.advance(now)
-        self._advance_if_due(now)
 
     def push_failed(self, header: msg.Header, error: NarrowsError, now: float) -> None:
         """A chunk is damaged: its push is dropped and refused."""
@@ -236,12 +231,6 @@ class Syncer:
         """The seeding learner's layout."""
         self._seeding.layout(incarnation, layout, now)
         self.advance(now)
-
-    def seed_chunk(self, header: msg.Header, now: float) -> bool:
-        """True: the chunk is wanted; keep it."""
-        wanted = self._seeding.chunk(header, now)
-        self._advance_if_due(now)
-        return wanted
 
     # What became of the effects that take long.
 
@@ -283,7 +272,16 @@ class Syncer:
         """Decides everything that is due."""
         self._notice(now)
         state = self.state
-        self._give_up_the_lost(now)
+        for member in state.members.connected():
+            if now >= member.heard_at + LOST_S:
+                self._pushes.disconnect(member)
+                state.note(
+                    "lost",
+                    f"{member.name} was not heard for {LOST_S:.0f} s and is given up until it "
+                    "says Hello again: see whether its process runs and its line carries",
+                    warning=True,
+                    learner=member.name,
+                )
         if not state.is_open and self._joining.advance(now):
             self._rounds.launched_at = now  # Nobody has trained yet: the first launch takes time.
         state.share_uplink(now)
@@ -312,21 +310,6 @@ class Syncer:
         """When `advance` is to be called if nothing happens before."""
         return self._wake_at
 
-    def _advance_if_due(self, now: float) -> None:
-        if now >= self._wake_at:
-            self.advance(now)
-
-    def _give_up_the_lost(self, now: float) -> None:
-        """Cuts off learners that were not heard for long."""
-        for member in self.state.members.connected():
-            if now >= member.heard_at + LOST_S:
-                self._pushes.disconnect(member)
-                text = (
-                    f"{member.name} was not heard for {LOST_S:.0f} s and is given up until it "
-                    "says Hello again: see whether its process runs and its line carries"
-                )
-                self.state.note("lost", text, warning=True, learner=member.name)
-
     def _notice(self, now: float) -> None:
         """Notices that the broker itself has stood still: it judges nobody for that time."""
         delay_s = now - self._advanced_at
@@ -339,8 +322,12 @@ class Syncer:
             round_.launched_at += delay_s
             if round_.quorum_at is not None:
                 round_.quorum_at += delay_s
-        text = f"the broker stood still for {delay_s:.1f} s: nobody is judged for it"
-        self.state.note("stood_still", text, warning=True, seconds=round(delay_s, 1))
+        self.state.note(
+            "stood_still",
+            f"the broker stood still for {delay_s:.1f} s: nobody is judged for it",
+            warning=True,
+            seconds=round(delay_s, 1),
+        )
 
     def check(self) -> None:
         """Asserts every invariant; the simulator calls it after each event."""

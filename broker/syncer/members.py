@@ -67,7 +67,7 @@ class Member:
     merged_tokens: int = 0
     """Tokens of its merged pushes, summed over fragments."""
     contributions: int = 0
-    refused: dict[int, int] = field(default_factory=dict[int, int])
+    refused: Counter[int] = field(default_factory=Counter[int])
     """Fragment -> newest push id that was refused. Its later chunks are dropped silently."""
     data_at: float = float("-inf")
     """When the last data message came."""
@@ -86,8 +86,8 @@ class Member:
     up_in_force: float = 0.0
     """Rate that it may still be using, until its Reports show that it was told less."""
     lowered_at: float = float("-inf")
-    step_s: float | None = None
-    """Median seconds per inner step; None: not known yet."""
+    step_s: float = 0.0
+    """Median seconds per inner step; 0: not known yet."""
     _intervals: deque[float] = field(default_factory=lambda: deque(maxlen=INTERVALS))
     counted: tuple[float, int] | None = None
     """Time and steps of the newest Report that counted steps; None: begin anew."""
@@ -120,8 +120,7 @@ class Member:
     def asks(self, fetch: Fetch, now: float) -> None:
         """Takes a question in. To ask for other chunks of a STATE than before shows that some have
         come; the version may move on without any."""
-        self.moved_at = now
-        self.asked_at = now
+        self.moved_at = self.asked_at = now
         asked = hash(fetch.chunks)
         if fetch.kind is DataKind.STATE and self._asked.get(fetch.fragment) != asked:
             self._asked[fetch.fragment] = asked
@@ -137,8 +136,7 @@ class Member:
         if is_paused or bases == heads or bases != self.bases:
             self.taken_at = now
             self.taken_steps = report.steps
-        has_stepped = report.steps != before.steps
-        if has_stepped or bases != self.bases or report.finished != before.finished:
+        if (report.steps, bases, report.finished) != (before.steps, self.bases, before.finished):
             self.moved_at = now
         self.told = report
         self.reported_at = now
@@ -184,26 +182,21 @@ class Members:
         # Its rate in force stays: it may still be sending at the rate that it was told before.
         self.by_peer.pop(member.peer, None)
         member.peer = peer
-        member.heard_at = now
-        member.moved_at = now
-        member.taken_at = now
-        member.has_left = False
-        member.is_revoked = False
-        self.by_name[member.name] = member
-        self.by_peer[peer] = member
+        member.heard_at = member.moved_at = member.taken_at = now
+        member.has_left = member.is_revoked = False
+        self.by_name[member.name] = self.by_peer[peer] = member
 
-        gone = [each for each in self if not each.is_connected]
-        gone.sort(key=lambda each: each.heard_at)
-        surplus = max(0, len(self.by_name) - NAMES_MAX)
-        for each in gone[:surplus]:
+        gone = sorted(
+            (each for each in self if not each.is_connected), key=lambda each: each.heard_at
+        )
+        for each in gone[: max(0, len(self.by_name) - NAMES_MAX)]:
             del self.by_name[each.name]
 
     def disconnect(self, member: Member) -> None:
         """The connection is gone, and with it the member's rate; the name is remembered."""
         self.by_peer.pop(member.peer, None)
         member.peer = ""
-        member.up_bits_per_s = 0.0
-        member.up_in_force = 0.0
+        member.up_bits_per_s = member.up_in_force = 0.0
 
     def excuse(self, delay_s: float, now: float) -> None:
         """The broker itself stood still: nobody was silent for that time, or slow."""
@@ -217,17 +210,16 @@ class Members:
 
     def share(self, own: float, total: float, period_s: float, now: float) -> list[Member]:
         """Sets the rates of all connected learners in bit/s: at most `own` for each, and a share of
-        `total`; 0: no limit. Returns those whose rate has changed.
+        `total`; inf: no limit. Returns those whose rate has changed.
 
         A share is lowered before another one is raised: at no time may the learners send more than
         the total. Until a learner's Reports show that it has heard of less, the rate that it was
         told before is in force.
         """
-        if not own and not total:
+        if own == total == math.inf:
             return []
-        total = total or math.inf
         before = {member: member.up_bits_per_s for member in self.connected()}
-        targets = self._targets(own or math.inf, total, period_s, now)
+        targets = self._targets(own, total, period_s, now)
         self._lower(targets, now)
         self._raise(targets, total)
         return [member for member, rate in before.items() if member.up_bits_per_s != rate]

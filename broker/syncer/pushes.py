@@ -39,16 +39,18 @@ class Pushes:
             return  # Its learner cannot know yet that the last rounds are over.
         try:
             self._check_open(push.fragment)
-            head = self.state.heads[push.fragment]
-            if push.base > head:
-                remedy = "fetch and adopt the newest version"
-                raise fault("base of a push", f"at most {head}", str(push.base), remedy)
-            newest = member.refused.get(push.fragment, 0)
-            if push.push_id <= newest:
+            if push.base > self.state.heads[push.fragment]:
+                raise fault(
+                    "base of a push",
+                    f"at most {self.state.heads[push.fragment]}",
+                    str(push.base),
+                    "fetch and adopt the newest version",
+                )
+            if push.push_id <= member.refused[push.fragment]:
                 # The learner was away when its push was refused, and would wait for ever.
                 raise fault(
                     "a push that was refused before",
-                    f"an id above {newest}",
+                    f"an id above {member.refused[push.fragment]}",
                     str(push.push_id),
                     "count its tokens and steps as unpushed, and push them under the next id",
                 )
@@ -67,9 +69,8 @@ class Pushes:
         member = self.state.members.of(header.incarnation)
         if member is None or not member.is_connected:
             return False
-        member.heard_at = now
-        member.data_at = now
-        if self.state.closing or header.push_id <= member.refused.get(header.fragment, 0):
+        member.heard_at = member.data_at = now
+        if self.state.closing or header.push_id <= member.refused[header.fragment]:
             return False
         try:
             self._check_open(header.fragment)
@@ -95,36 +96,45 @@ class Pushes:
     def failed(self, header: msg.Header, error: NarrowsError) -> None:
         """A wanted chunk does not decode, or is not finite: the push is refused."""
         member = self.state.members.of(header.incarnation)
-        if member is not None and header.push_id > member.refused.get(header.fragment, 0):
+        if member is not None and header.push_id > member.refused[header.fragment]:
             self.refuse(member, header.fragment, header.push_id, error)
 
     def _check_open(self, fragment: int) -> None:
         """Raises RemoteProtocolError if no push of a fragment can be taken now."""
         if not self.state.is_open:
-            remedy = "wait for a Welcome with role adopt"
-            got = "a run that has not begun"
-            raise fault("a push before version 0", "one after it", got, remedy)
-        if self.state.phase is msg.Phase.ENDED:
-            remedy = "adopt the final model and leave"
             raise fault(
-                "a push after the last round", "none", f"one of fragment {fragment}", remedy
+                "a push before version 0",
+                "one after it",
+                "a run that has not begun",
+                "wait for a Welcome with role adopt",
             )
-        count = self.state.settings.fragments
-        if fragment >= count:
-            remedy = "cut the model into the fragments that Welcome tells"
-            raise fault("fragment of a push", f"0 to {count - 1}", str(fragment), remedy)
+        if self.state.phase is msg.Phase.ENDED:
+            raise fault(
+                "a push after the last round",
+                "none",
+                f"one of fragment {fragment}",
+                "adopt the final model and leave",
+            )
+        if fragment >= len(self.state.rounds):
+            raise fault(
+                "fragment of a push",
+                f"0 to {len(self.state.rounds) - 1}",
+                str(fragment),
+                "cut the model into the fragments that Welcome tells",
+            )
 
     def _check_coding(self, header: msg.Header) -> None:
         """Raises RemoteProtocolError for a chunk that is not cut or coded as Welcome told."""
-        remedy = "encode pushes as the settings in Welcome say"
         codec = self.state.settings.push_codec
-        if header.codec != codec:
-            raise fault("codec of a push", codec, header.codec, remedy, ErrorCode.BAD_CHUNK)
         chunks = self.state.push_chunks[header.fragment]
-        if header.chunk >= chunks:
-            expected = f"0 to {chunks - 1}"
-            got = str(header.chunk)
-            raise fault("chunk of a push", expected, got, remedy, ErrorCode.BAD_CHUNK)
+        if header.codec != codec or header.chunk >= chunks:
+            raise fault(
+                "chunk of a push",
+                f"chunk 0 to {chunks - 1} with codec {codec}",
+                f"chunk {header.chunk} with codec {header.codec}",
+                "encode pushes as the settings in Welcome say",
+                ErrorCode.BAD_CHUNK,
+            )
 
     # The inbox.
 
@@ -148,16 +158,20 @@ class Pushes:
             self._drop(waiting)  # Its tokens are in the new push: the learner took it back.
         else:
             self._check_room(member, round_)
-        transfer = Transfer(self.state.push_chunks[fragment], now, unasked=True)
-        waiting = WaitingPush(member.name, member.incarnation, fragment, push_id, transfer)
+        waiting = WaitingPush(
+            member.name,
+            member.incarnation,
+            fragment,
+            push_id,
+            Transfer(self.state.push_chunks[fragment], now, unasked=True),
+        )
         round_.inbox[member.incarnation] = waiting
         return waiting
 
     def _check_not_in_rows(self, member: Member, fragment: int, push_id: int) -> None:
         """Raises RemoteProtocolError for a push that was merged so long ago, and so many others
         since then, that no STATE can tell its learner."""
-        newest = self.state.newest_push(member.incarnation, fragment)
-        if push_id <= newest:
+        if push_id <= self.state.newest_push(member.incarnation, fragment):
             raise fault(
                 "a push that was merged long ago",
                 "one that no version holds",
@@ -167,8 +181,7 @@ class Pushes:
 
     def _check_room(self, member: Member, round_: FragmentRound) -> None:
         """Raises RemoteProtocolError if too many lives of one learner have a push waiting."""
-        lives = sum(each.learner == member.name for each in round_.inbox.values())
-        if lives >= LIVES_MAX:
+        if sum(each.learner == member.name for each in round_.inbox.values()) >= LIVES_MAX:
             raise fault(
                 "too many pushes wait for the next round",
                 f"those of {LIVES_MAX} incarnations of {member.name}",
@@ -180,8 +193,7 @@ class Pushes:
 
     def _drop(self, waiting: WaitingPush) -> None:
         del self.state.rounds[waiting.fragment].inbox[waiting.incarnation]
-        dropped = ev.Drop(waiting.fragment, waiting.incarnation, waiting.push_id)
-        self.state.effects.append(dropped)
+        self.state.effects.append(ev.Drop(waiting.fragment, waiting.incarnation, waiting.push_id))
 
     def disconnect(self, member: Member) -> None:
         """Its process or its connection is gone, and what it has not pushed completely is dropped:
@@ -195,24 +207,24 @@ class Pushes:
     def take(self, fragment: int) -> tuple[Contribution, ...]:
         """The contributions that are here, for a round: out of the inbox, in the order of sums."""
         round_ = self.state.rounds[fragment]
-        settings = self.state.settings
         taken: list[Contribution] = []
         # A publication that names more than LEARNERS_MAX pushes could be read by nobody.
         for waiting in round_.here()[: msg.LEARNERS_MAX]:
             push = waiting.push
             assert push is not None
             del round_.inbox[waiting.incarnation]
-            contribution = Contribution(
-                learner=waiting.learner,
-                incarnation=waiting.incarnation,
-                push_id=push.push_id,
-                base=push.base,
-                tokens=push.tokens,
-                steps=push.steps,
-                codec=settings.push_codec,
-                chunk_elements=settings.chunk_elements,
+            taken.append(
+                Contribution(
+                    learner=waiting.learner,
+                    incarnation=waiting.incarnation,
+                    push_id=push.push_id,
+                    base=push.base,
+                    tokens=push.tokens,
+                    steps=push.steps,
+                    codec=self.state.settings.push_codec,
+                    chunk_elements=self.state.settings.chunk_elements,
+                )
             )
-            taken.append(contribution)
         return tuple(sorted(taken, key=lambda each: each.order))
 
     def refuse(self, member: Member, fragment: int, push_id: int, error: NarrowsError) -> None:
@@ -221,7 +233,7 @@ class Pushes:
             waiting = self.state.rounds[fragment].inbox.get(member.incarnation)
             if waiting is not None and waiting.push_id == push_id:
                 self._drop(waiting)
-        member.refused[fragment] = max(push_id, member.refused.get(fragment, 0))
+        member.refused[fragment] = max(push_id, member.refused[fragment])
         if member.is_connected:
             self.state.refuse(member.peer, error, fragment=fragment, push_id=push_id)
 
@@ -232,15 +244,15 @@ class Pushes:
         if now < self.ask_at:
             return
         self.ask_at = now + REPAIR_S  # A learner that was silent may be heard again.
-        window = self.state.settings.window_messages
         for round_ in self.state.rounds:
             for waiting in round_.inbox.values():
                 member = self.state.members.of(waiting.incarnation)
                 if member is None or not waiting.is_coming or not member.is_heard(now):
                     continue
-                missing = waiting.transfer.ask(now, member.heard_at, window)
-                if missing:
-                    fragment = waiting.fragment
-                    fetch = msg.Fetch(msg.DataKind.PUSH, fragment, 0, waiting.push_id, missing)
-                    self.state.send(member, fetch)
+                window = self.state.settings.window_messages
+                if missing := waiting.transfer.ask(now, member.heard_at, window):
+                    self.state.send(
+                        member,
+                        msg.Fetch(msg.DataKind.PUSH, waiting.fragment, 0, waiting.push_id, missing),
+                    )
                 self.ask_at = min(self.ask_at, waiting.transfer.deadline(now))

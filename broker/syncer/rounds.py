@@ -12,7 +12,6 @@ ids change in `durable` and nowhere else.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -68,11 +67,11 @@ class Rounds:
 
         for fragment in state.collecting():
             self._collect(fragment, now)
-        if state.stopping or state.closing:
-            return
-        if state.phase is msg.Phase.RUNNING:
-            self._launch_in_turn(now)
-        elif state.phase is msg.Phase.ENDING:
+        if state.phase is msg.Phase.RUNNING and not state.stopping:
+            while (next_ := self._to_launch(now)) is not None:
+                self._launch(next_, now)
+                self._next = (next_ + 1) % len(state.rounds)
+        if state.phase is msg.Phase.ENDING and not (state.closing or state.stopping):
             for fragment in self.ending.fragments_open(now):
                 if self._has_room(fragment):
                     self._launch(fragment, now)
@@ -84,18 +83,17 @@ class Rounds:
         one stretches it by n / (n - 1) at most. While nobody contributes, all who train count.
         Without learners the old pace stands, so that an open round keeps its window.
         """
-        period_s = self.state.period_s
-        known = [(each, each.step_s) for each in self._awaited if each.step_s]
-        counting = [(each, step_s) for each, step_s in known if each.counts(period_s, now)]
+        timed = [each for each in self._awaited if each.step_s > 0]
+        steps_s = [each.step_s for each in timed]
+        counting = [each for each in timed if each.counts(self.state.period_s, now)]
         if counting:
             # A learner that makes a step in s seconds is merged every n * H * s seconds at the
             # latest. A last merged push that is older bounds the speed that is believed.
             steps = COUNTS_PERIODS * len(counting) * self.state.settings.sync_period_steps
-            believed_s = [max(step_s, (now - each.merged_at) / steps) for each, step_s in counting]
-            return _harmonic_mean(believed_s)
-        if known:
-            return _harmonic_mean([step_s for _, step_s in known])
-        return self.state.xi_s
+            steps_s = [max(each.step_s, (now - each.merged_at) / steps) for each in counting]
+        if not steps_s:
+            return self.state.xi_s
+        return len(steps_s) / sum(1 / each for each in steps_s)
 
     # Launch.
 
@@ -103,28 +101,19 @@ class Rounds:
         is_idle = self.state.rounds[fragment].stage is Stage.IDLE
         return is_idle and self.state.in_flight() < IN_FLIGHT_MAX
 
-    def _launch_in_turn(self, now: float) -> None:
-        """Launches every round whose turn has come."""
-        fragment = self._to_launch(now)
-        while fragment is not None:
-            self._launch(fragment, now)
-            self._next = (fragment + 1) % len(self.state.rounds)
-            fragment = self._to_launch(now)
-
     def _to_launch(self, now: float) -> int | None:
         """The fragment whose round begins now: round robin, and not faster than the pace."""
         if not self._awaited:
             return self._to_launch_for_leavers()
         if not self._has_room(self._next):
             return None
-        if self.state.settings.mode is msg.Mode.DILOCO:
-            return self._next  # In lockstep the learners set the pace.
-        if self.state.xi_s == 0:
-            return None
+        has_pace = self.state.xi_s > 0
         launch_at = self.launched_at + self._spacing_s
-        if now >= launch_at:
+        # In lockstep the learners set the pace.
+        if self.state.settings.mode is msg.Mode.DILOCO or (has_pace and now >= launch_at):
             return self._next
-        self.due_at = min(self.due_at, launch_at)
+        if has_pace:
+            self.due_at = min(self.due_at, launch_at)
         return None
 
     def _to_launch_for_leavers(self) -> int | None:
@@ -134,11 +123,10 @@ class Rounds:
         order = [*range(self._next, len(rounds)), *range(self._next)]
         idle = [each for each in order if rounds[each].stage is Stage.IDLE]
         with_pushes = [each for each in idle if rounds[each].here()]
-        if not with_pushes:
-            return None
-        for fragment in self.state.collecting():
-            if not rounds[fragment].inbox:
-                self.move(rounds[fragment], Step.ABANDON)
+        if with_pushes:
+            for fragment in self.state.collecting():
+                if not rounds[fragment].inbox:
+                    self.move(rounds[fragment], Step.ABANDON)
         return next(filter(self._has_room, with_pushes), None)
 
     @property
@@ -149,9 +137,8 @@ class Rounds:
     def _launch(self, fragment: int, now: float) -> None:
         round_ = self.state.rounds[fragment]
         self.move(round_, Step.LAUNCH)
-        round_.launched_at = now
+        round_.launched_at = self.launched_at = now
         round_.quorum_at = None
-        self.launched_at = now
         # What waited in the inbox may be enough at once.
         self._collect(fragment, now)
 
@@ -160,12 +147,18 @@ class Rounds:
     def _collect(self, fragment: int, now: float) -> None:
         """Merges an open round if it is due: a round waits for its quorum without a limit, and then
         at most for a window."""
+        round_ = self.state.rounds[fragment]
         if self.state.phase is msg.Phase.ENDING:
-            self._collect_last(fragment, now)
+            # No quorum any more: each learner pushes what it has left, or is given up.
+            if self.ending.owing(fragment, now):
+                return
+            if round_.here():
+                self._merge(fragment, "last", now)
+            else:
+                self.move(round_, Step.ABANDON)
             return
         if not self._has_quorum(fragment, now):
             return
-        round_ = self.state.rounds[fragment]
         if round_.quorum_at is None:
             round_.quorum_at = now
         window_s = self._window_s(round_, round_.quorum_at)
@@ -179,17 +172,6 @@ class Rounds:
         # must not make it miss this version. The host calls again when it is checked.
         elif not any(w.is_coming and w.transfer.complete for w in round_.inbox.values()):
             self._merge(fragment, "window", now)
-
-    def _collect_last(self, fragment: int, now: float) -> None:
-        """Merges a last round, which has no quorum: each learner pushes what it has left, or is
-        given up."""
-        if self.ending.owing(fragment, now):
-            return
-        round_ = self.state.rounds[fragment]
-        if round_.here():
-            self._merge(fragment, "last", now)
-        else:
-            self.move(round_, Step.ABANDON)
 
     def _has_quorum(self, fragment: int, now: float) -> bool:
         here = len(self.state.rounds[fragment].here())
@@ -206,8 +188,7 @@ class Rounds:
         waiting = round_.inbox.get(member.incarnation)
         if waiting is not None and waiting.push is not None:
             return waiting.is_coming and member.is_heard(now)
-        if member.step_s is None:  # It has just joined, and may be fast.
-            return member.is_awaited(now) and window_s > 0
+        # A learner whose step time is not known yet has just joined: it may be fast.
         return member.is_awaited(now) and member.step_s < window_s
 
     def _window_s(self, round_: FragmentRound, quorum_at: float) -> float:
@@ -226,22 +207,29 @@ class Rounds:
         round_.taken = self.pushes.take(fragment)
         round_.due_at = now
         assert round_.taken, "a round is merged from at least one push"
-        due = Round(
-            fragment=fragment,
-            version=self.state.heads[fragment] + 1,
-            contributions=round_.taken,
-            policy=self.state.config.policy,
-            period_s=self.state.period_s,
-            reason=reason,
+        self.state.effects.append(
+            ev.MergeRound(
+                Round(
+                    fragment=fragment,
+                    version=self.state.heads[fragment] + 1,
+                    contributions=round_.taken,
+                    policy=self.state.config.policy,
+                    period_s=self.state.period_s,
+                    reason=reason,
+                )
+            )
         )
-        self.state.effects.append(ev.MergeRound(due))
 
     def merge_failed(self, fragment: int, error: Exception) -> None:
         """Nothing has changed; the learners push these steps again."""
         round_ = self.state.rounds[fragment]
-        learners = [push.learner for push in round_.taken]
-        text = f"fragment {fragment}: {error}"
-        self.state.note("merge_failed", text, warning=True, fragment=fragment, learners=learners)
+        self.state.note(
+            "merge_failed",
+            f"fragment {fragment}: {error}",
+            warning=True,
+            fragment=fragment,
+            learners=[push.learner for push in round_.taken],
+        )
         refusal = fault(
             f"the merge of fragment {fragment} failed",
             "finite sums",
@@ -250,7 +238,6 @@ class Rounds:
             ErrorCode.MERGE_FAILED,
         )
         for push in round_.taken:
-            self.state.effects.append(ev.Drop(fragment, push.incarnation, push.push_id))
             member = self.state.members.of(push.incarnation)
             if member is not None:
                 self.pushes.refuse(member, fragment, push.push_id, refusal)
@@ -269,8 +256,12 @@ class Rounds:
         round_ = self.state.rounds[fragment]
         assert round_.stage is Stage.COMMITTING, round_
         if not round_.disk_error:
-            text = f"fragment {fragment} cannot be written, nothing of it is published: {error}"
-            self.state.note("disk_failed", text, warning=True, fragment=fragment)
+            self.state.note(
+                "disk_failed",
+                f"fragment {fragment} cannot be written, nothing of it is published: {error}",
+                warning=True,
+                fragment=fragment,
+            )
         round_.disk_error = str(error) or type(error).__name__
 
     # Publish.
@@ -289,9 +280,8 @@ class Rounds:
             if member is not None:
                 member.merged_tokens += push.tokens
                 member.contributions += 1
-                member.merged_at = now
                 # A learner whose push the last rounds kept waiting is not given up for that.
-                member.moved_at = now
+                member.merged_at = member.moved_at = now
         # As many as a STATE can tell of; the store knows the others.
         while len(round_.merged) > msg.LEARNERS_MAX:
             del round_.merged[next(iter(round_.merged))]
@@ -318,8 +308,7 @@ class Rounds:
     def check(self) -> None:
         assert self.state.in_flight() <= IN_FLIGHT_MAX
         for fragment, round_ in enumerate(self.state.rounds):
-            busy = round_.stage in (Stage.MERGING, Stage.COMMITTING)
-            assert bool(round_.taken) == busy, round_
+            assert bool(round_.taken) == (round_.stage in (Stage.MERGING, Stage.COMMITTING)), round_
             order = [push.order for push in round_.taken]
             assert order == sorted(set(order)), round_
             assert not round_.disk_error or round_.stage is Stage.COMMITTING, round_
@@ -327,7 +316,3 @@ class Rounds:
                 assert waiting.incarnation == incarnation and waiting.fragment == fragment
                 assert waiting.push_id > round_.newest_id(incarnation), waiting
                 assert waiting.checked <= waiting.transfer.here, waiting
-
-
-def _harmonic_mean(values: Sequence[float]) -> float:
-    return len(values) / sum(1 / each for each in values)

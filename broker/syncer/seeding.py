@@ -58,12 +58,15 @@ class Seeding:
         if not able:
             return None  # The one that is silent may come back and go on.
         self.drop()
-        seeder = able[0]
-        self.seeder = seeder
+        self.seeder = able[0]
         # With an initial file its role is to wait, so it sends the layout only when it is asked.
         self._transfers = [Transfer(1, now, unasked=not self.state.config.broker.init)]
-        self.state.note("seeding", f"{seeder.name} is asked for version 0", learner=seeder.name)
-        return seeder
+        self.state.note(
+            "seeding",
+            f"{self.seeder.name} is asked for version 0",
+            learner=self.seeder.name,
+        )
+        return self.seeder
 
     def drop(self) -> None:
         """Forgets what came from the learner that was asked; another may bring another model."""
@@ -83,12 +86,11 @@ class Seeding:
         seeder = self.asked(incarnation)
         if seeder is None:
             return
-        seeder.heard_at = now
-        seeder.moved_at = now
+        seeder.heard_at = seeder.moved_at = now
         if state.layout is not None:
             return  # It was asked for twice.
         try:
-            self._take_layout(layout, seeder)
+            self._take_layout(layout, expected=seeder.fingerprint)
         except NarrowsError as error:
             self.failed(error)
             return
@@ -101,19 +103,25 @@ class Seeding:
         else:
             self._transfers = [Transfer(each, now, unasked=True) for each in state.state_chunks]
 
-    def _take_layout(self, layout: msg.Layout, seeder: Member) -> None:
-        """Raises NarrowsError for one that cannot be the run's."""
+    def _take_layout(self, layout: msg.Layout, expected: str) -> None:
+        """Raises NarrowsError for one that cannot be the run's. `expected` is its fingerprint."""
         check_layout(layout)
-        got = fingerprint(layout)
-        if got != seeder.fingerprint:
-            expected = f"the one that Hello told, {seeder.fingerprint}"
-            remedy = "build the model before the learner, and do not change it after that"
-            raise fault("layout", expected, got, remedy)
+        if fingerprint(layout) != expected:
+            raise fault(
+                "layout",
+                f"the one that Hello told, {expected}",
+                fingerprint(layout),
+                "build the model before the learner, and do not change it after that",
+            )
         self.state.set_layout(layout)
         chunks = sum(self.state.push_chunks) + sum(self.state.state_chunks)
         if chunks > CHUNKS_MAX:
-            remedy = "train a smaller model, or raise the rates"
-            raise fault("size of the model", f"at most {CHUNKS_MAX} chunks", f"{chunks}", remedy)
+            raise fault(
+                "size of the model",
+                f"at most {CHUNKS_MAX} chunks",
+                f"{chunks} chunks",
+                "train a smaller model, or raise the rates",
+            )
 
     def refuse_layout(self, peer: str, name: str, got: str) -> None:
         """Refuses a learner with another model, and sends the run's layout for comparison."""
@@ -135,11 +143,8 @@ class Seeding:
         seeder = self.asked(header.incarnation)
         if seeder is None:
             return False
-        seeder.heard_at = now
-        seeder.moved_at = now
-        seeder.data_at = now
-        # It counts in the shares of the uplink, however many learners its site has.
-        seeder.merged_at = now
+        # As if merged: it counts in the shares of the uplink, however many learners its site has.
+        seeder.heard_at = seeder.moved_at = seeder.data_at = seeder.merged_at = now
         # Chunks that came before the layout are asked for again.
         if self.state.layout is None or header.fragment >= len(self._transfers):
             return False
@@ -157,16 +162,15 @@ class Seeding:
         kind = msg.DataKind.LAYOUT if self.state.layout is None else msg.DataKind.SEED
         window = self.state.settings.window_messages
         for fragment, transfer in enumerate(self._transfers):
-            missing = transfer.ask(now, seeder.heard_at, window)
-            if missing:
+            if missing := transfer.ask(now, seeder.heard_at, window):
                 self.state.send(seeder, msg.Fetch(kind, fragment, 0, 0, missing))
 
     # The disk.
 
     def _make(self) -> None:
-        assert self.seeder is not None and self.state.layout is not None
+        assert self.state.layout is not None
         self._making = True
-        self.state.effects.append(ev.Seed(self.seeder.incarnation, self.state.layout))
+        self.state.effects.append(ev.Seed(self.state.layout))
 
     def seeded(self) -> None:
         """Version 0 is durable."""
@@ -188,9 +192,8 @@ class Seeding:
     def waiting_for(self, now: float) -> str:
         """Words for the status."""
         if self.state.heads:
-            joined = len(self.state.members.heard(now))
             wanted = self.state.config.run.learners_at_start
-            return f"learners: {joined} of {wanted} have joined"
+            return f"learners: {len(self.state.members.heard(now))} of {wanted} have joined"
         if self._making:
             return "the disk: version 0 is being written"
         if self.seeder is None or not self.seeder.is_connected:

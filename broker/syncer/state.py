@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
@@ -78,17 +79,13 @@ class Clock:
 
     def tokens_per_s(self, now: float) -> float:
         """Tokens per second over the newest merges; 0 after a pause."""
-        if len(self._samples) < 2:
-            return 0.0
-        first_at, first_tokens = self._samples[0]
-        last_at, _ = self._samples[-1]
-        span_s = last_at - first_at
-        gap_s = span_s / (len(self._samples) - 1)
-        if span_s <= 0 or now > last_at + QUIET_S + 2 * gap_s:
+        times = [at for at, _ in self._samples]
+        span_s = max(times, default=now) - min(times, default=now)
+        if span_s <= 0 or now > times[-1] + QUIET_S + 2 * span_s / (len(times) - 1):
             return 0.0
         # The tokens of the first merge were learned before the span begins.
-        counted = sum(tokens for _, tokens in self._samples) - first_tokens
-        return counted / self.fragments / span_s
+        counted = [tokens for _, tokens in self._samples][1:]
+        return sum(counted) / self.fragments / span_s
 
 
 @dataclass(eq=False)
@@ -140,9 +137,8 @@ class FragmentRound:
 
     def newest_id(self, incarnation: str) -> int:
         """Newest push id of an incarnation that is merged or taken; 0: there is none."""
-        ids = [each.push_id for each in self.taken if each.incarnation == incarnation]
-        ids.append(self.merged.get(incarnation, 0))
-        return max(ids)
+        taken = {push.incarnation: push.push_id for push in self.taken}
+        return max(self.merged.get(incarnation, 0), taken.get(incarnation, 0))
 
 
 @dataclass(eq=False)
@@ -172,8 +168,8 @@ class State:
     effects: list[ev.Effect] = field(default_factory=list[ev.Effect])
     beat_wanted: bool = False
     """A Beat goes to everybody at the end of this event."""
-    _head_digests: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
-    """Fragment -> (version, digest) of a head, so that the store is asked once for each."""
+    _digests: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    """(fragment, version) -> digest of a head, so that the store is asked once for each."""
 
     def __post_init__(self, recovered: Recovered) -> None:
         self.settings = self.config.shared
@@ -227,8 +223,11 @@ class State:
         return sum(each.stage is not Stage.IDLE for each in self.rounds)
 
     def collecting(self) -> list[int]:
-        stages = [each.stage for each in self.rounds]
-        return [fragment for fragment, stage in enumerate(stages) if stage is Stage.COLLECTING]
+        return [
+            fragment
+            for fragment, round_ in enumerate(self.rounds)
+            if round_.stage is Stage.COLLECTING
+        ]
 
     def absent(self, fragment: int, now: float) -> list[Member]:
         """Learners that a round of everybody waits for: they train and have no push here.
@@ -306,21 +305,22 @@ class State:
         """Digests of the published copies of the heads; empty before version 0 is handed out."""
         if not self.is_open:
             return ()
-        digests = []
+        digests = {}
         for fragment, head in enumerate(self.heads):
-            version, digest = self._head_digests.get(fragment, (-1, 0))
-            if version != head:
-                found = self.published_digest(fragment, head)
-                assert found is not None, "a head is durable"
-                digest = found
-                self._head_digests[fragment] = (head, digest)
-            digests.append(digest)
-        return tuple(digests)
+            digest = self._digests.get((fragment, head))
+            if digest is None:
+                digest = self.published_digest(fragment, head)
+                assert digest is not None, "a head is durable"
+            digests[fragment, head] = digest
+        self._digests = digests
+        return tuple(digests.values())
 
     def share_uplink(self, now: float, newcomer: Member | None = None) -> None:
         """Sets the rates of all learners and tells them; the newcomer's stands in its Welcome."""
-        wan = self.config.wan
-        for member in self.members.share(float(wan.up), float(wan.total_up), self.period_s, now):
+        # In the settings 0 means no limit.
+        own = float(self.config.wan.up) or math.inf
+        total = float(self.config.wan.total_up) or math.inf
+        for member in self.members.share(own, total, self.period_s, now):
             if member is not newcomer:
                 self.send(member, self.beat(member, now))
 

@@ -64,7 +64,6 @@ def status(
 
 def _learner(state: State, member: Member, now: float) -> dict[str, object]:
     told = member.told
-    has_loss = told.loss is not None and math.isfinite(told.loss)
     merged_tokens = member.merged_tokens // state.settings.fragments
     behind = [head - base for head, base in zip(state.heads, member.bases, strict=False)]
     return {
@@ -73,7 +72,7 @@ def _learner(state: State, member: Member, now: float) -> dict[str, object]:
         "heard_s": round(now - member.heard_at, 1),
         "steps": told.steps,
         "steps_per_s": round(1 / member.step_s, 3) if member.step_s else 0.0,
-        "loss": told.loss if has_loss else None,
+        "loss": told.loss if told.loss is not None and math.isfinite(told.loss) else None,
         # A Report may be a second old, and what it did not count yet be merged already.
         "logged_tokens": max(told.tokens, merged_tokens),
         "merged_tokens": merged_tokens,
@@ -100,7 +99,13 @@ def _state(member: Member, now: float) -> str:
 
 def waiting_for(state: State, seeding: Seeding, ending: Ending, now: float) -> list[str]:
     """Names what the run waits for, in words; empty if it just runs."""
-    lines = _operators_matters(state, now)
+    lines = [
+        f"the disk: fragment {fragment} cannot be written ({round_.disk_error})"
+        for fragment, round_ in enumerate(state.rounds)
+        if round_.disk_error
+    ]
+    newest = list(state.strangers.values())[-NAMED_MAX:]
+    lines += [f"its operator: {text}" for text, seen_at in newest if now < seen_at + STRANGER_S]
     if state.stopping:
         return [*lines, f"nobody: the broker stops ({state.stopping})"]
     if state.phase is Phase.SEEDING:
@@ -120,26 +125,12 @@ def waiting_for(state: State, seeding: Seeding, ending: Ending, now: float) -> l
     if not state.members.awaited(now):
         return [*lines, f"learners: {_why_nobody_trains(connected)}"]
     for fragment in state.collecting():
+        owing = state.absent(fragment, now)
         if state.phase is Phase.ENDING:
             owing = ending.owing(fragment, now)
-        else:
-            owing = state.absent(fragment, now)
         blamed = [member for member in owing if member not in deaf]
         if blamed:
             lines.append(f"{_listed(blamed)} to push fragment {fragment}")
-    return lines
-
-
-def _operators_matters(state: State, now: float) -> list[str]:
-    """Lines about what only an operator can mend: the disk, and a state directory of another
-    run."""
-    lines = [
-        f"the disk: fragment {fragment} cannot be written ({round_.disk_error})"
-        for fragment, round_ in enumerate(state.rounds)
-        if round_.disk_error
-    ]
-    newest = list(state.strangers.values())[-NAMED_MAX:]
-    lines += [f"its operator: {text}" for text, seen_at in newest if now < seen_at + STRANGER_S]
     return lines
 
 
@@ -186,9 +177,13 @@ def _no_version(state: State, member: Member, now: float) -> str:
     there is one; "" if it takes them. Nobody is suspected for being slow."""
     since_s = now - member.taken_at
     # The cheap questions first: this is asked for each learner at each Beat.
-    if since_s < NO_DATA_S or not state.is_open or not member.is_heard(now):
-        return ""
-    if member.bases == tuple(state.heads) or not _expects_a_version(state, member, now):
+    if (
+        since_s < NO_DATA_S
+        or not state.is_open
+        or not member.is_heard(now)
+        or member.bases == tuple(state.heads)
+        or not _expects_a_version(state, member, now)
+    ):
         return ""
     return (
         f"{member.name} has taken no new version for {since_s:.0f} s: does a firewall close port "
@@ -207,8 +202,7 @@ def _expects_a_version(state: State, member: Member, now: float) -> bool:
         return False
     # A learner that trains adopts at boundaries alone, so two have passed; in lockstep it makes no
     # step without a new version.
-    has_stepped = member.told.steps >= member.taken_steps + 2
-    return has_stepped or state.settings.mode is Mode.DILOCO
+    return member.told.steps >= member.taken_steps + 2 or state.settings.mode is Mode.DILOCO
 
 
 def warn_of_silence(state: State, now: float) -> None:

@@ -175,7 +175,7 @@ class Desk:
 
     def chunk(self, name: str, fragment: int, push_id: int, chunk: int) -> bool:
         """A chunk of a push comes; True if it was wanted."""
-        self.do(self.syncer.push_chunk, self.header(name, fragment, push_id, chunk))
+        self.do(self.syncer.wants, self.header(name, fragment, push_id, chunk))
         return bool(self.last)
 
     def checked(self, name: str, fragment: int, push_id: int, chunk: int) -> None:
@@ -197,7 +197,7 @@ class Desk:
     def seed_chunk(self, name: str, fragment: int, chunk: int) -> bool:
         """A chunk of version 0 comes; True if it was wanted."""
         header = self.header(name, fragment, 0, chunk)
-        self.do(self.syncer.seed_chunk, structs.replace(header, kind=msg.DataKind.SEED))
+        self.do(self.syncer.wants, structs.replace(header, kind=msg.DataKind.SEED))
         return bool(self.last)
 
     def seed(self, name: str) -> None:
@@ -207,7 +207,7 @@ class Desk:
             for chunk in range(CHUNKS):
                 self.seed_chunk(name, fragment, chunk)
         self.heads = [0] * 4
-        self.do(self.syncer.done, ev.Seed(incarnation(name, self.lives[name]), LAYOUT))
+        self.do(self.syncer.done, ev.Seed(LAYOUT))
 
     @property
     def status(self) -> dict[str, Any]:

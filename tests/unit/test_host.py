@@ -20,6 +20,7 @@ from learner_cases import LAYOUT, HandLearner, House, begun
 from safetensors.numpy import save_file
 
 from narrows.broker.config import load_broker
+from narrows.broker.merging import Model
 from narrows.broker.process import downlink, host, pipeline
 from narrows.broker.process.downlink import SPARE_CONNECTIONS, Connection
 from narrows.broker.process.service import (
@@ -389,7 +390,7 @@ def test_a_start_that_takes_long_shortens_no_wait(
     house.wait(1.0)
     house.kill()
 
-    def slow(*arguments: Any) -> pipeline.Start:
+    def slow(*arguments: Any) -> Model | None:
         house.now += 60.0
         return pipeline.replay(*arguments)
 

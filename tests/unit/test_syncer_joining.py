@@ -162,9 +162,7 @@ def test_the_first_or_the_named_learner_seeds_and_the_others_wait() -> None:
     assert (first.role, second.role) == (Role.SEED, Role.WAIT)
     assert first.beat.heads == () and first.beat.phase is msg.Phase.SEEDING
     desk.seed("b")
-    assert [each for each in desk.log if isinstance(each, ev.Seed)] == [
-        ev.Seed(incarnation("b"), LAYOUT)
-    ]
+    assert [each for each in desk.log if isinstance(each, ev.Seed)] == [ev.Seed(LAYOUT)]
     assert desk.status["waiting_for"] == ["learners: 2 of 3 have joined"]
     desk.take(ev.Send)
     desk.hello("c")
