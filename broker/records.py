@@ -1,4 +1,4 @@
-"""The facts of rounds and of a run, as syncer, merge and store hand them on. Plain data.
+"""The facts of a run and of its rounds, as syncer, merge and store hand them on: plain data.
 
 Arrays are float32 (n,) of one fragment, and are never written to after they are made: a worker or
 a snapshot may still read the old ones while the next version is made.
@@ -70,7 +70,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Contribution:
-    """A complete push, with its chunks as they travelled."""
+    """A complete push."""
 
     learner: str
     incarnation: str
@@ -82,10 +82,12 @@ class Contribution:
     chunk_elements: int
     """Elements of its chunks: those of the epoch in which it was pushed."""
     chunks: tuple[bytes, ...] = ()
+    """Its payloads as they travelled; none where only the facts of the push are needed."""
 
     @property
     def order(self) -> tuple[str, str]:
-        """Sums run in this order, and so do rows and payloads; who builds a round sorts once."""
+        """Sums run in this order, and so do rows and payloads: a round is sorted once, when it is
+        made."""
         return self.learner, self.incarnation
 
 
@@ -119,7 +121,7 @@ class Version:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRow:
     """Facts of a whole run."""
 
     run_id: str
@@ -133,17 +135,19 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Recovered(Run):
+class Recovered(RunRow):
     """All that a life of the broker begins with."""
 
     life: int
+    heads: tuple[int, ...]
+    """Newest durable version of each fragment; empty before version 0."""
     period_s: float
     """Period of the newest round; 0: none."""
     merged: Mapping[tuple[str, int], int]
     """(incarnation, fragment) -> newest merged push id; what was merged last stands last."""
     merged_tokens: Mapping[str, int]
     """Incarnation -> tokens of its merged pushes, summed over fragments."""
-    states: tuple[FragmentState, ...]
-    """Newest whole snapshot per fragment, empty before version 0: `Store.replay` goes on."""
-    notes: tuple[str, ...]
-    """Lines that an operator should read, one line each: damage that was got over, rounds lost."""
+    states: tuple[FragmentState, ...] = ()
+    """Newest whole snapshot of each fragment, empty before version 0: `Store.replay` goes on."""
+    notes: tuple[str, ...] = ()
+    """Lines that an operator should read: each tells of damage that was got over."""

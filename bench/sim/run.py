@@ -29,8 +29,8 @@ from narrows.bench.sim.world import Interrupted, Killed, Line, Span, VirtualPool
 from narrows.broker.config import load_broker
 from narrows.broker.process.downlink import Connection
 from narrows.broker.process.host import Host
-from narrows.broker.records import Recovered, Version
-from narrows.broker.store import History, Store
+from narrows.broker.records import Version
+from narrows.broker.store import History, Recovered, Store
 from narrows.broker.syncer.events import Note
 from narrows.learner.host import LearnerHost
 from narrows.learner.island import Adoption, Copy, Island, ParameterSource

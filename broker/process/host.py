@@ -65,7 +65,6 @@ class Host:
             config,
             epoch,
             recovered,
-            model.heads if model is not None else (),
             now(),
             published_digest=store.published_digest,
             newest_push=store.newest_push,

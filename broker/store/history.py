@@ -26,7 +26,7 @@ from narrows.broker.records import (
     FragmentState,
     Policy,
     Round,
-    Run,
+    RunRow,
     Version,
 )
 from narrows.broker.store import files
@@ -95,14 +95,14 @@ class History:
             return self._reader.execute(sql, arguments).fetchall()
 
     @property
-    def run(self) -> Run:
+    def run(self) -> RunRow:
         """The row of the run."""
         try:
             ((_, run_id, phase, clock, fragments, text, known),) = self.query("SELECT * FROM run")
             layout = None if text is None else msgspec.json.decode(text, type=Layout)
             if layout is not None and fingerprint(layout) != known:
                 raise ValueError(f"a layout that is not {known}")
-            return Run(run_id, Phase(phase), clock, fragments, layout)
+            return RunRow(run_id, Phase(phase), clock, fragments, layout)
         except (ValueError, msgspec.MsgspecError) as error:
             raise damaged(self.file, expected="the row of a run", got=str(error)) from error
 

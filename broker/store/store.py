@@ -129,12 +129,14 @@ class Store(History):
             fragments = range(self.run.fragments)
             states = tuple(self._begin_at(fragment, notes) for fragment in fragments)
             self._sweep()
+            versions = "SELECT max(version) FROM rounds GROUP BY fragment ORDER BY fragment"
             newest = "SELECT period_s FROM rounds ORDER BY seq DESC LIMIT 1"
             merged = self.query("SELECT incarnation, fragment, push_id FROM merged ORDER BY seq")
             sums = "SELECT incarnation, sum(tokens) FROM merged GROUP BY incarnation"
             return Recovered(
                 **vars(self.run),
                 life=life,
+                heads=tuple(version for (version,) in self.query(versions)),
                 period_s=sum(period_s for (period_s,) in self.query(newest)),
                 merged={(name, fragment): push_id for name, fragment, push_id in merged},
                 merged_tokens=dict(self.query(sums)),

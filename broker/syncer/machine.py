@@ -6,7 +6,7 @@ begin, are merged and exist, and whether the run ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Final
 
 from narrows.broker.config import BrokerConfig
@@ -48,18 +48,13 @@ class Syncer:
         config: BrokerConfig,
         epoch: str,
         recovered: Recovered,
-        heads: Sequence[int],
         now: float,
         *,
         published_digest: Callable[[int, int], int | None],
         newest_push: Callable[[str, int], int],
     ) -> None:
-        """`heads` are the versions that the replay of what was recovered has led to, none before
-        version 0. `published_digest` and `newest_push` ask the store, as their fields in `State`
-        say."""
-        self.state = State(
-            config, epoch, now, recovered, list(heads), published_digest, newest_push
-        )
+        """`published_digest` and `newest_push` ask the store, as their fields in `State` say."""
+        self.state = State(config, epoch, now, recovered, published_digest, newest_push)
         self.epoch = epoch
         self.effects = self.state.effects
         self._pushes = Pushes(self.state)

@@ -151,8 +151,6 @@ class State:
     started_at: float
     recovered: InitVar[Recovered]
     """The facts that the run goes on from. They hold whole arrays, so no field keeps them."""
-    heads: list[int]
-    """Newest durable version per fragment; empty before version 0."""
     published_digest: Callable[[int, int], int | None]
     """Asks the store: (fragment, version) -> digest of the durable row; None: there is none."""
     newest_push: Callable[[str, int], int]
@@ -180,6 +178,8 @@ class State:
         self.phase = recovered.phase
         """SEEDING until version 0 is durable and enough learners have joined. It takes its phases
         in order, and never goes back."""
+        self.heads = list(recovered.heads)
+        """Newest durable version per fragment; empty before version 0."""
         self.xi_s = recovered.period_s / self.settings.sync_period_steps
         """Mean seconds per inner step; 0: not known yet."""
         self.clock = Clock(self.settings.fragments, recovered.clock)

@@ -24,8 +24,8 @@ LAYOUT = msg.Layout(
 )
 
 NOTHING = Recovered(
-    run_id=RUN, phase=msg.Phase.SEEDING, clock=0, fragments=0, layout=None, life=7, period_s=0.0,
-    merged={}, merged_tokens={}, states=(), notes=(),
+    run_id=RUN, phase=msg.Phase.SEEDING, clock=0, fragments=0, layout=None,
+    life=7, heads=(), period_s=0.0, merged={}, merged_tokens={},
 )  # fmt: skip
 """The facts that a start on an empty state directory finds."""
 
@@ -52,18 +52,17 @@ class Desk:
         self,
         config: cfg.BrokerConfig | None = None,
         *,
-        recovered: Recovered | None = None,
-        heads: tuple[int, ...] = (),
+        recovered: Recovered = NOTHING,
         published_digest: Callable[[int, int], int | None] = lambda fragment, version: 99,
         newest_push: Callable[[str, int], int] = lambda incarnation, fragment: 0,
     ) -> None:
         self.now = 100.0
         self.syncer = Syncer(
-            config or configure(), EPOCH, recovered or NOTHING, heads, self.now,
+            config or configure(), EPOCH, recovered, self.now,
             published_digest=published_digest, newest_push=newest_push,
         )  # fmt: skip
         self.lives: dict[str, int] = {}
-        self.heads = list(heads)
+        self.heads = list(recovered.heads)
         self.steps: dict[str, float] = {}
         """Inner steps by name, as `pass_` reports them."""
         self.log: list[ev.Effect] = []
@@ -234,12 +233,15 @@ def running(
     return made
 
 
-def resumed(heads: tuple[int, ...] = (5, 5, 5, 5), **fields: Any) -> dict[str, Any]:
-    """The state that a start finds, as arguments of a Desk: four fragments at version 5."""
-    facts: dict[str, Any] = {
-        "phase": msg.Phase.RUNNING,
-        "clock": 4000,
-        "layout": LAYOUT,
-        "period_s": 1.0,
-    }
-    return {"recovered": replace(NOTHING, fragments=4, **(facts | fields)), "heads": heads}
+def resumed(**fields: Any) -> Recovered:
+    """The facts that a start on four fragments at version 5 finds."""
+    found = replace(
+        NOTHING,
+        phase=msg.Phase.RUNNING,
+        clock=4000,
+        fragments=4,
+        layout=LAYOUT,
+        heads=(5, 5, 5, 5),
+        period_s=1.0,
+    )
+    return replace(found, **fields)

@@ -122,7 +122,7 @@ COPIES = tuple(
 def test_a_learner_of_another_epoch_goes_back_where_its_copy_is_not_ours(
     head: int, epoch: str, go_back: tuple[int, ...], ahead: int
 ) -> None:
-    desk = Desk(**resumed(heads=(head,) * 4), published_digest=lambda f, v: 10 * v)
+    desk = Desk(recovered=resumed(heads=(head,) * 4), published_digest=lambda f, v: 10 * v)
     welcome = desk.hello("a", run_id=RUN, epoch=epoch, copies=COPIES)
     assert (welcome.go_back, welcome.role) == (go_back, Role.ADOPT)
     noted = [(note.warning, note.fields["versions"]) for note in desk.noted("history_lost")]
@@ -588,7 +588,7 @@ def restarted() -> Desk:
     `running` and has nothing left to push says Bye, and never gets the final model.
     """
     merged = {(incarnation(name), 0): 3 for name in "ab"}
-    desk = Desk(configure(run={"goal_tokens": 1000}), **resumed(merged=merged))
+    desk = Desk(configure(run={"goal_tokens": 1000}), recovered=resumed(merged=merged))
     assert len(desk.noted("goal")) == 1
     assert desk.hello("a").beat.phase is msg.Phase.ENDING
     return desk
@@ -607,7 +607,7 @@ def test_the_end_waits_no_longer_than_until_all_who_taught_are_back() -> None:
 
 def test_an_ended_run_hands_out_its_final_model() -> None:
     merged = {(incarnation("b"), 0): 3}
-    desk = Desk(**resumed(phase=msg.Phase.ENDED, merged=merged))
+    desk = Desk(recovered=resumed(phase=msg.Phase.ENDED, merged=merged))
     welcome = desk.hello("a")
     assert (welcome.role, welcome.beat.phase) == (msg.Role.ADOPT, msg.Phase.ENDED)
     assert welcome.beat.digests == (99,) * 4, "or what a relay has altered would be final"

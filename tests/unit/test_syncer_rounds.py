@@ -25,7 +25,7 @@ def test_a_launch_waits_for_its_spacing_and_for_somebody() -> None:
     assert started < desk.syncer.deadline(desk.now) <= started + 0.25
     desk.to_launch(fragment=1)
     assert 0.25 <= desk.now - started < 0.35
-    desk = Desk(**resumed())
+    desk = Desk(recovered=resumed())
     desk.pass_(9.0)
     assert not desk.status["rounds"], "nobody is here who could push"
 
@@ -90,7 +90,7 @@ def test_a_speed_is_believed_as_far_as_pushes_come() -> None:
 
 def test_after_a_start_the_run_has_a_pace_at_once() -> None:
     who = incarnation("a")
-    desk = Desk(**resumed(merged={(who, 0): 1}, merged_tokens={who: 4000}))
+    desk = Desk(recovered=resumed(merged={(who, 0): 1}, merged_tokens={who: 4000}))
     assert desk.hello("a").beat.period_s == 1.0
     assert desk.status["learners"]["a"]["merged_tokens"] == 1000
     desk.push("a", 0, 1)  # It does not know yet that version 5 holds it.
@@ -113,7 +113,7 @@ def test_what_a_leaving_learner_has_pushed_is_merged_though_nobody_trains(has_pa
         desk.to_launch("a", fragment=1)
         assert len(desk.status["rounds"]) == 2, "open and empty, in the way of all others"
     else:
-        desk = Desk(**resumed())
+        desk = Desk(recovered=resumed())
         desk.hello("a")
     desk.report("a", 50, paused="leaving")
     desk.push("a", 2, 1)
@@ -177,7 +177,7 @@ def test_lockstep_launches_at_once_and_knows_no_pace() -> None:
         fragments={"count": 1, "overlap_steps": 0},
         merge={"quorum": 0, "weights": "equal"},
     )
-    desk = Desk(config, **resumed(heads=(5,), period_s=0.0))
+    desk = Desk(config, recovered=resumed(heads=(5,), period_s=0.0))
     desk.hello("a")
     desk.report("a", 0, bases=(5,))
     for version in range(6, 9):
@@ -255,7 +255,7 @@ def test_the_first_round_takes_everybody_who_began_the_run_and_later_ones_no_new
     desk.push("b", 0, 1)
     assert desk.merges()[0] == (0, ["a", "b"], "everybody")
 
-    later = Desk(EVERYBODY, **resumed())
+    later = Desk(EVERYBODY, recovered=resumed())
     for name in "ab":
         later.hello(name)
     later.report("a", 0)
@@ -357,7 +357,7 @@ def waiting() -> Desk:
 
 def test_a_push_that_comes_while_the_end_is_being_written_is_ignored() -> None:
     """Its learner has been told nothing yet of the end, so it does nothing wrong."""
-    desk = Desk(configure(run={"goal_tokens": 1000}), **resumed())
+    desk = Desk(configure(run={"goal_tokens": 1000}), recovered=resumed())
     desk.commits = False
     desk.hello("a", copies=(msg.PublishedCopy(5, 99),) * 4)
     desk.pass_(35.0, "a", finished=(0, 1, 2, 3))
@@ -392,7 +392,7 @@ def test_a_damaged_chunk_drops_its_push_and_is_told_once() -> None:
 def test_a_push_that_only_the_rows_remember_is_refused_as_stale() -> None:
     """Its learner was away while more others were merged than are remembered. The rows take each id
     once, so merging it again would end the broker; and no STATE tells the learner of its push."""
-    desk = Desk(**resumed(), newest_push=lambda incarnation, fragment: 3)
+    desk = Desk(recovered=resumed(), newest_push=lambda incarnation, fragment: 3)
     desk.hello("a")
     desk.report("a", 0)
     desk.to_launch("a")
@@ -445,7 +445,7 @@ def test_arrivals_carry_a_repair_on() -> None:
     ],
 )
 def test_a_request_is_refused_with_what_to_do(request_: msg.ControlMessage, remedy: str) -> None:
-    desk = Desk(**resumed())
+    desk = Desk(recovered=resumed())
     desk.hello("a")
     desk.send("a", request_)
     assert not any(isinstance(each, ev.Serve) for each in desk.log)
@@ -455,7 +455,7 @@ def test_a_request_is_refused_with_what_to_do(request_: msg.ControlMessage, reme
 
 def test_before_version_0_and_after_the_end_there_is_less_to_do() -> None:
     fetch = Fetch(DataKind.PUBLICATION, 3, 5, 0, ((0, 2), (3, 1)))
-    before, after = Desk(), Desk(**resumed(phase=msg.Phase.ENDED))
+    before, after = Desk(), Desk(recovered=resumed(phase=msg.Phase.ENDED))
     for desk in (before, after):
         desk.hello("a")
         desk.send("a", fetch)
