@@ -135,8 +135,9 @@ class Seeding:
             "a broker with another --state-dir",
             ErrorCode.LAYOUT_DIFFERS,
         )
-        layout = packed if len(packed) <= LAYOUT_BYTES_MAX else b""
-        self.state.refuse(peer, error, name=name, layout=layout)
+        if len(packed) > LAYOUT_BYTES_MAX:
+            packed = b""
+        self.state.refuse(peer, error, name=name, layout=packed)
 
     def chunk(self, header: msg.Header, now: float) -> bool:
         """True if a chunk of this life's epoch belongs to version 0 and is not here yet."""

@@ -164,8 +164,10 @@ class State:
     strangers: dict[str, tuple[str, float]] = field(default_factory=dict[str, tuple[str, float]])
     """Name -> words about it, and the time of its newest Hello: learners of another run."""
     effects: list[ev.Effect] = field(default_factory=list[ev.Effect])
+    beat_at: float = float("-inf")
+    """When everybody was sent a Beat last; minus infinity: it is to be at the end of this event."""
     beat_wanted: bool = False
-    """A Beat goes to everybody at the end of this event."""
+    """A round opens or closes: a Beat goes to `Members.told_at_once` at the end of this event."""
     _digests: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     """(fragment, version) -> digest of a head, so that the store is asked once for each."""
 
@@ -207,7 +209,7 @@ class State:
         """Goes on to the next phase, and has everybody told."""
         assert (self.phase, phase) in pairwise(msg.Phase), f"{phase.name} after {self.phase.name}"
         self.phase = phase
-        self.beat_wanted = True
+        self.beat_at = float("-inf")
 
     @property
     def is_open(self) -> bool:

@@ -113,8 +113,10 @@ def waiting_for(state: State, seeding: Seeding, ending: Ending, now: float) -> l
     if state.closing:
         return [*lines, "the disk: the end of the run is being written"]
     if state.phase is not Phase.RUNNING and ending.expects_strangers(now):
-        left_s = math.ceil(state.started_at + LEAVE_S - now)
-        lines.append(f"learners of the broker's last life, for another {left_s} s")
+        lines.append(
+            "learners of the broker's last life, for another "
+            f"{math.ceil(state.started_at + LEAVE_S - now)} s"
+        )
     if state.phase is Phase.ENDED:
         lacking = ending.awaited(now)
         return [*lines, f"{_listed(lacking)} to adopt the final model"] if lacking else lines

@@ -37,7 +37,7 @@ class Broker:
             "broker.listen": "tcp://127.0.0.1:0",
         }
         self.service = Service(load_broker(None, flags | settings), events=folder / "broker.jsonl")
-        self.address = self.service.link.listens_on
+        self.address = self.service.sockets.listens_on
         self._thread = threading.Thread(target=self.service.run)
         self._thread.start()
 
