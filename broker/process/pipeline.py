@@ -60,8 +60,8 @@ def replay(
     alarm: Alarm,
     note: Callable[[ev.Note], None],
 ) -> Model | None:
-    """Replays what the last life left; None before version 0. Raises ConfigError for another
-    number of fragments, StateError if a replay gives other bits."""
+    """The model as the last life left it, by replay; None before version 0. Raises ConfigError for
+    another number of fragments, StateError if a replay gives other bits."""
     for text in recovered.notes:
         note(ev.Note("recovered", text, {}, warning=True))
     if recovered.layout is None:
@@ -104,7 +104,7 @@ class Pipeline:
         note: Callable[[ev.Note], None],
     ) -> None:
         """`model` is the one that `replay` has made, and `alarm` has heard its versions. `reach`
-        is called at each of CRASH_PLACES. `note` takes what people should read."""
+        is called at each of CRASH_PLACES. `note` takes lines that people should read."""
         self._config = config
         self._settings = config.shared
         self._pool = pool
@@ -288,9 +288,10 @@ class Pipeline:
     # -- a stop
 
     def close(self) -> bool:
-        """Writes what a start would have to replay. No worker runs any more.
+        """Writes a snapshot of each fragment, so that the next start replays nothing. No worker
+        runs any more.
 
-        False: a disk has refused that, as a line has said. Raises StateError if the state directory
+        False: the disk has refused one, as the log says. Raises StateError if the state directory
         is gone.
         """
         self._store.check_folder()
@@ -307,7 +308,7 @@ class Pipeline:
     # -- time, and what is served
 
     def turn(self, now: float) -> None:
-        """Tries again what a full disk refused."""
+        """Tries the writes again that a full disk refused."""
         due = [write for at, write in self._again if now >= at]
         self._again = [(at, write) for at, write in self._again if now < at]
         for write in due:

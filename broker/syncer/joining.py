@@ -1,4 +1,4 @@
-"""Joining: who is admitted, and what a learner is told."""
+"""Admits learners, and tells each of them everything that the group shares."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from narrows.proto.timing import HEARD_S
 from narrows.proto.wire import name_of, speaks_for
 
 STRANGER_S: Final = 60.0
-"""A learner of another run is told of for this long after its newest Hello."""
+"""Log and status name a learner of another run for this long after its newest Hello."""
 
 
 @dataclass(eq=False)
@@ -27,7 +27,7 @@ class Joining:
     seeding: Seeding
 
     def hello(self, peer: str, site: str | None, hello: msg.Hello, now: float) -> None:
-        """Admits a learner. `site`: whom its key may speak for; None: no keys.
+        """Admits a learner. Its key may speak for `site`; None: the broker has no keys.
 
         Raises RemoteProtocolError for one that is not admitted.
         """
@@ -44,7 +44,7 @@ class Joining:
 
         go_back = self._go_back(hello)
         member = self._member(hello, go_back, now)
-        # The process that had this name, and the learner that had this connection.
+        # Another process may have had this name, and another learner this connection.
         for other in (state.members.by_name.get(hello.name), state.members.by_peer.get(peer)):
             if other is not None and other is not member:
                 self.pushes.disconnect(other)

@@ -77,8 +77,8 @@ class Syncer:
     # Control messages.
 
     def control(self, peer: str, site: str | None, message: msg.ControlMessage, now: float) -> None:
-        """A decoded control message of a connection, whose key may speak for `site` (None: no
-        keys)."""
+        """A decoded control message of a connection. Its key may speak for `site`; None: the
+        broker has no keys."""
         self._notice(now)
         try:
             match message:
@@ -96,9 +96,9 @@ class Syncer:
     def _from_learner(
         self, peer: str, site: str | None, message: msg.ControlMessage, now: float
     ) -> None:
-        """A message that only a learner which has said Hello may send.
+        """A message that only a learner may send, after its Hello.
 
-        Raises RemoteProtocolError for what it may not say.
+        Raises RemoteProtocolError for one that a learner may not send.
         """
         member = self.state.members.by_peer.get(peer)
         # A peer chooses the name of its connection, and may choose one that another had.
@@ -148,8 +148,8 @@ class Syncer:
         member.report(report, tuple(map(min, report.bases, heads)), tuple(heads), now)
 
     def _check_fetch(self, fetch: msg.Fetch) -> None:
-        """Raises RemoteProtocolError for what cannot be answered. A publication that is no longer
-        kept is the host's business: it answers with the state."""
+        """Raises RemoteProtocolError for chunks that this run has not. Where the host no longer
+        keeps a publication, it answers with the state."""
         state = self.state
         if not state.is_open or fetch.fragment >= len(state.heads):
             raise fault(
@@ -227,7 +227,7 @@ class Syncer:
         self._seeding.layout(incarnation, layout, now)
         self.advance(now)
 
-    # What became of the effects that take long.
+    # Answers to the effects that take long.
 
     def done(self, effect: ev.Slow, now: float) -> None:
         """The host has performed an effect."""
@@ -315,7 +315,7 @@ class Syncer:
         if delay_s <= BEAT_S + STOOD_STILL_S:
             return
         self.state.members.excuse(delay_s, now)
-        # What came meanwhile is still to be read: no window passes before that.
+        # The messages that came meanwhile are still to be read: no window passes before that.
         for round_ in self.state.rounds:
             round_.launched_at += delay_s
             if round_.quorum_at is not None:

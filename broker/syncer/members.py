@@ -21,7 +21,7 @@ INTERVALS: Final = 8
 late Report is not."""
 
 INTERVAL_S_MIN: Final = REPORT_S / 2
-"""Shortest interval that counts by itself; what was reported sooner counts with the next Report.
+"""Shortest interval that counts by itself; a Report that comes sooner counts with the next one.
 After a stall of the line many Reports arrive together, and some go out at once at a change."""
 
 COUNTS_S: Final = 60.0
@@ -65,7 +65,8 @@ class Member:
     is_revoked: bool = False
     """Its site had no key left while it was connected."""
     told: Report = NOTHING_TOLD
-    """Its newest Report. Not its `bases`: the field above is never ahead of the heads."""
+    """Its newest Report. The field `bases` above, unlike the Report's, is never ahead of the
+    heads."""
     reported_at: float = float("-inf")
     merged_at: float = float("-inf")
     """When a push of it was merged last; while it sends version 0: when a chunk came."""
@@ -99,7 +100,7 @@ class Member:
 
     @property
     def site(self) -> str:
-        """The site that its name belongs to; with keys, whose key speaks for it."""
+        """The part of its name before the slash. With keys, the key of this site speaks for it."""
         return self.name.partition("/")[0]
 
     @property
@@ -134,8 +135,8 @@ class Member:
     def report(
         self, report: Report, bases: tuple[int, ...], heads: tuple[int, ...], now: float
     ) -> None:
-        """Takes progress in. Step times are taken on the broker's clock: nobody's own count of
-        seconds is believed."""
+        """Takes progress in. The broker measures step times on its own clock: it believes no
+        learner's count of seconds."""
         before = self.told
         is_paused = report.paused is not None or before.paused is not None
         if is_paused or bases == heads or bases != self.bases:
@@ -277,7 +278,7 @@ class Members:
                 member.up_in_force = member.up_bits_per_s
 
     def _raise(self, targets: dict[Member, float], total: float) -> None:
-        """Hands out what is free of the total, in the order of joining."""
+        """Hands out the free part of the total, in the order of joining."""
         free = max(0.0, total - sum(member.up_in_force for member in targets))
         for member, target in targets.items():
             raised = min(target, member.up_in_force + free)

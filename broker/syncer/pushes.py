@@ -28,10 +28,11 @@ class Pushes:
 
     state: State
     ask_at: float = 0.0
-    """When `ask` looks at the pushes on their way again, at most REPAIR_S from now: so long a new
-    one has to come by itself. It does not look at each event: a thousand learners have many."""
+    """When `ask` looks at the pushes on their way again, at most REPAIR_S after it last did: a new
+    push has so long to come by itself. To look at each event would cost too much with a thousand
+    learners."""
 
-    # What comes in.
+    # Announcements and chunks.
 
     def announced(self, member: Member, push: msg.Push, now: float) -> None:
         """Takes an announcement in. The same one comes again after every Welcome."""
@@ -147,8 +148,8 @@ class Pushes:
             return waiting
         if waiting is not None and push_id < waiting.push_id:
             return None
-        # A learner that has dialled again sends what waits once more. If it is merged, or taken by
-        # the running round, that needs no refusal: the publication tells whose pushes it holds.
+        # A learner that has dialled again sends its waiting push once more. If it is merged, or
+        # taken by the running round, that needs no refusal: the publication names its pushes.
         newest = round_.newest_id(member.incarnation)
         if push_id <= newest:
             return None
@@ -196,8 +197,8 @@ class Pushes:
         self.state.effects.append(ev.Drop(waiting.fragment, waiting.incarnation, waiting.push_id))
 
     def disconnect(self, member: Member) -> None:
-        """Its process or its connection is gone, and what it has not pushed completely is dropped:
-        a learner that comes back sends it again."""
+        """Ends a learner's connection, and drops its pushes that are not complete: a learner that
+        comes back sends them again."""
         self.state.members.disconnect(member)
         for round_ in self.state.rounds:
             waiting = round_.inbox.get(member.incarnation)
@@ -205,7 +206,8 @@ class Pushes:
                 self._drop(waiting)
 
     def take(self, fragment: int) -> tuple[Contribution, ...]:
-        """The contributions that are here, for a round: out of the inbox, in the order of sums."""
+        """Takes the contributions that are here out of the inbox, for a round; in the order of
+        sums."""
         round_ = self.state.rounds[fragment]
         taken: list[Contribution] = []
         # A publication that names more than LEARNERS_MAX pushes could be read by nobody.

@@ -77,7 +77,7 @@ class Rounds:
                     self._launch(fragment, now)
 
     def _pace_s(self, now: float) -> float:
-        """The pace xi: the harmonic mean of the step times of those who contribute.
+        """The pace xi: the harmonic mean of the step times of the learners that contribute.
 
         All n of them together make n * H inner steps in a period, whatever their speeds, and a hung
         one stretches it by n / (n - 1) at most. While nobody contributes, all who train count.
@@ -139,7 +139,7 @@ class Rounds:
         self.move(round_, Step.LAUNCH)
         round_.launched_at = self.launched_at = now
         round_.quorum_at = None
-        # What waited in the inbox may be enough at once.
+        # The pushes that wait in the inbox may be enough at once.
         self._collect(fragment, now)
 
     # Collect.
@@ -168,8 +168,8 @@ class Rounds:
             self._merge(fragment, "everybody", now)
         elif now < ends_at:
             self.due_at = min(self.due_at, ends_at)
-        # A push whose bytes are all here is waited for while workers decode it: a delay of ours
-        # must not make it miss this version. The host calls again when it is checked.
+        # After the window the round waits only for pushes whose bytes are all here and that workers
+        # still decode: a delay of ours must not make them miss this version.
         elif not any(w.is_coming and w.transfer.complete for w in round_.inbox.values()):
             self._merge(fragment, "window", now)
 
@@ -184,7 +184,7 @@ class Rounds:
 
     def _misses(self, member: Member, round_: FragmentRound, window_s: float, now: float) -> bool:
         """Whether the window is worth while for a learner: its push is on its way, or it trains,
-        has announced none and can finish a step within the window."""
+        has announced none, and can finish a step within the window."""
         waiting = round_.inbox.get(member.incarnation)
         if waiting is not None and waiting.push is not None:
             return waiting.is_coming and member.is_heard(now)
@@ -280,7 +280,8 @@ class Rounds:
             if member is not None:
                 member.merged_tokens += push.tokens
                 member.contributions += 1
-                # A learner whose push the last rounds kept waiting is not given up for that.
+                # A learner cannot move while a last round waits for others. It is not given up
+                # together with those.
                 member.merged_at = member.moved_at = now
         # As many as a STATE can tell of; the store knows the others.
         while len(round_.merged) > msg.LEARNERS_MAX:

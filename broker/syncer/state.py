@@ -36,9 +36,9 @@ class Stage(Enum):
     IDLE = "idle"
     """Its newest version is published."""
     COLLECTING = "collecting"
-    """Learners are asked; what waited in the inbox counts already."""
+    """Learners are asked; pushes that waited in the inbox count already."""
     MERGING = "merging"
-    """A worker adds. What comes now waits for the next round."""
+    """A worker adds. A push that comes now waits for the next round."""
     COMMITTING = "committing"
     """The next version is on its way to the disk; nobody may know it."""
 
@@ -49,7 +49,7 @@ class Step(Enum):
     LAUNCH = (Stage.IDLE, Stage.COLLECTING)
     DUE = (Stage.COLLECTING, Stage.MERGING)
     ABANDON = (Stage.COLLECTING, Stage.IDLE)
-    """Nobody is left who could push."""
+    """No learner is left that could push."""
     MERGED = (Stage.MERGING, Stage.COMMITTING)
     FAILED = (Stage.MERGING, Stage.IDLE)
     DURABLE = (Stage.COMMITTING, Stage.IDLE)
@@ -143,8 +143,8 @@ class FragmentRound:
 
 @dataclass(eq=False)
 class State:
-    """All that more than one module reads. Heads, clock and merged ids change in `Rounds.durable`
-    only."""
+    """All that more than one module reads, and the effects that more than one module makes. Heads,
+    clock and merged ids change in `Rounds.durable` only."""
 
     config: BrokerConfig
     epoch: str
@@ -318,7 +318,8 @@ class State:
         return tuple(digests.values())
 
     def share_uplink(self, now: float, newcomer: Member | None = None) -> None:
-        """Sets the rates of all learners and tells them; the newcomer's stands in its Welcome."""
+        """Sets the rates of all learners, and tells each one its new rate; the newcomer's stands in
+        its Welcome."""
         # In the settings 0 means no limit.
         own = float(self.config.wan.up) or math.inf
         total = float(self.config.wan.total_up) or math.inf

@@ -26,7 +26,7 @@ NAMED_MAX: Final = 8
 def status(
     state: State, seeding: Seeding, rounds: Rounds, ending: Ending, now: float
 ) -> dict[str, object]:
-    """Everything that `narrows status` shows, but for what only the sockets know (bits per second).
+    """Everything that `narrows status` shows, except the bytes, which only the sockets know.
 
     Tokens of a learner are those of its newest incarnation. Merged tokens are divided by the number
     of fragments, so that a learner whose work is all merged has as many of them as it has logged.
@@ -73,7 +73,7 @@ def _learner(state: State, member: Member, now: float) -> dict[str, object]:
         "steps": told.steps,
         "steps_per_s": round(1 / member.step_s, 3) if member.step_s else 0.0,
         "loss": told.loss if told.loss is not None and math.isfinite(told.loss) else None,
-        # A Report may be a second old, and what it did not count yet be merged already.
+        # A Report may be a second old: tokens that it does not count may be merged already.
         "logged_tokens": max(told.tokens, merged_tokens),
         "merged_tokens": merged_tokens,
         "contributions": member.contributions,
