@@ -78,11 +78,14 @@ def replay(
         for version in store.replay(fragment, snapshot):
             model.install(version)
             alarm.hear(version)
-    text = (
-        f"resumed run {recovered.run_id} at versions {min(model.heads)} to {max(model.heads)}, "
-        f"{recovered.clock // recovered.fragments:,} tokens"
+    note(
+        ev.Note(
+            "resumed",
+            f"resumed run {recovered.run_id} at versions {min(model.heads)} to {max(model.heads)}, "
+            f"{recovered.clock // recovered.fragments:,} tokens",
+            {},
+        )
     )
-    note(ev.Note("resumed", text, {}))
     return model
 
 

@@ -193,8 +193,10 @@ class Seeding:
     def waiting_for(self, now: float) -> str:
         """Words for the status."""
         if self.state.heads:
-            wanted = self.state.config.run.learners_at_start
-            return f"learners: {len(self.state.members.heard(now))} of {wanted} have joined"
+            return (
+                f"learners: {len(self.state.members.heard(now))} of "
+                f"{self.state.config.run.learners_at_start} have joined"
+            )
         if self._making:
             return "the disk: version 0 is being written"
         if self.seeder is None or not self.seeder.is_connected:
