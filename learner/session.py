@@ -93,10 +93,9 @@ class Session:
         self.connected = False
         """A Welcome has come since the last sign that the connection is gone."""
         self.obstacle: NarrowsError | None = None
-        """Why nobody answers; set by the owner of the sockets, as far as handshakes tell."""
+        """Why nobody answers, as far as handshakes tell."""
         self.blocked = ""
-        """The data ports on which nothing moves though it should; set by the owner of the sockets,
-        too."""
+        """The data ports on which nothing moves though it should."""
         self._fingerprint = fingerprint(layout)
         self._told: tuple[msg.PublishedCopy, ...] = ()
         """Copies, as the newest Hello tells them."""
@@ -213,13 +212,31 @@ class Session:
         """The connection is the first or another one: say Hello at once."""
         self.connected, self._hello_due = False, now
 
+    # What others than the broker tell.
+
+    def refuse(self, code: ErrorCode, why: NarrowsError) -> None:
+        """This learner cannot take part: the training thread raises it."""
+        self.refused = refused(code, why)
+
+    def set_obstacle(self, obstacle: NarrowsError | None) -> None:
+        """The owner of the sockets knows why nobody answers; None: nothing hinders them."""
+        self.obstacle = obstacle
+
+    def set_blocked(self, ports: str) -> None:
+        """The owner of the sockets names the data ports on which nothing moves; "": none."""
+        self.blocked = ports
+
+    def set_ramp(self, steps: int) -> None:
+        """The optimizer's moments are young for so many steps."""
+        self.ramp_steps = steps
+
     def _welcome(self, welcome: msg.Welcome, now: float) -> None:
         epoch, settings = welcome.beat.epoch, welcome.settings
         if not self.parts:
             try:
                 table = build_table(self.layout.entries, settings.fragments)
             except NarrowsError as error:
-                self.refused = refused(error.code, error)
+                self.refuse(error.code, error)
                 return
             self.parts = tuple(FragmentSession(each, self.incarnation, settings) for each in table)
         renewed = epoch != self.epoch

@@ -27,13 +27,13 @@ from narrows.proto.messages import Fetch, Header, Phase, Push
 
 def copies_with_a_wrong_element(host: Any) -> None:
     """One element of a copy is wrong, and nobody compares the digest."""
-    copy, assembled = host._island.copy, host.session.assembled
+    copy, assembled = host.island.copy, host.session.assembled
 
     def wrong(fragment: Any, values: Any) -> Any:
         values[0] += 1
         return copy(fragment, values)
 
-    host._island.copy = wrong
+    host.island.copy = wrong
     host.session.assembled = lambda header, now, *, agrees: assembled(header, now, agrees=True)
 
 

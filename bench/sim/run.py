@@ -32,12 +32,15 @@ from narrows.broker.process.host import Host
 from narrows.broker.records import Version
 from narrows.broker.store import History, Recovered, Store
 from narrows.broker.syncer.events import Note
+from narrows.learner.boundary import Boundary
+from narrows.learner.effects import Task
 from narrows.learner.host import LearnerHost
-from narrows.learner.island import Adoption, Copy, Island, ParameterSource
+from narrows.learner.island import HostIsland, ParameterSource
 from narrows.learner.session import Session
 from narrows.proto.codec import F32, round_to_dtype
 from narrows.proto.layout import Fragment, Piece
 from narrows.proto.messages import DtypeName, Layout, LayoutEntry
+from narrows.proto.ports import Adoption, Copy
 from narrows.proto.wire import asked_topic, live_topic
 
 ENTRIES: Final = (
@@ -239,7 +242,7 @@ class Disk(Store):
         super().commit(version)
 
 
-class Watched(Island):
+class Watched(HostIsland):
     """Knows on which version each fragment stands, and may be interrupted half way."""
 
     def __init__(self, source: ParameterSource, site: Site) -> None:
@@ -281,6 +284,7 @@ class Site:
         self.line = Line(run.world, run.plan.weather)
         self.lives = 0
         self.host: LearnerHost
+        self.boundary: Boundary
         self.island: Watched
         self.pool: VirtualPool
         self.left = False
@@ -303,9 +307,11 @@ class Site:
         host.noted = lambda note: self.reach()
         self.run.spoil(host)
         self.host, self.left = host, False
+        self.boundary = Boundary(host)
+        self.boundary.adopting = partial(self.run.checkers.adopting, self)
+        self.run.spoil(self.boundary)
         host.sender.ready = True
         host.saw = self.run.checkers.saw
-        host.adopting = partial(self.run.checkers.adopting, self)
         host.lost(world.now)  # The connection is there at once.
         self._timer(host)
         self._train(host)
@@ -382,23 +388,24 @@ class Site:
             if not session.joined or session.must_wait(world.now):
                 self._call(host.join)
             elif session.stopping:
-                self._call(host.leave)
+                self._call(lambda: host.leave(world.now))
                 self._call(host.join)
             elif world.now < self.run.plan.ends:
-                self._call(host.boundary, self.trainee.step(session, world.now), 1.0)
+                tokens = self.trainee.step(session, world.now)
+                self._call(lambda: host.boundary(tokens, 1.0, world.now))
                 delay_s = self.trainee.step_s(world.now)
             else:
                 self._call(host.join)
             session.check()
         world.after(delay_s, lambda: self._train(host))
 
-    def _call(self, call: Callable[..., object], *given: object) -> None:
-        """A call of the training thread, whose loop survives an exception and goes on."""
+    def _call(self, decide: Callable[[], list[Task]]) -> None:
+        """A boundary of the training thread, whose loop survives an exception and goes on."""
         world, run = self.world, self.run
         if world.happens(run.share(run.plan.interrupted)):
             self._places_left = world.rng.randint(1, 8)
         try:
-            call(*given, world.now)
+            self.boundary.perform(decide, world.now)
         except (Interrupted, MemoryError):
             pass
         self._places_left = 0
@@ -437,15 +444,20 @@ class Site:
     def pause(self, seconds: float) -> None:
         """The loop evaluates the model."""
         host, world = self.host, self.world
-        host.pause("evaluating", world.now)
-        world.after(seconds, lambda: host.pause(None, world.now) if host is self.host else None)
+        self.boundary.perform(lambda: host.pause("evaluating"), world.now)
+
+        def go_on() -> None:
+            if host is self.host:
+                self.boundary.perform(lambda: host.pause(None), world.now)
+
+        world.after(seconds, go_on)
 
 
 class Run:
     """A broker and its learners. `finish` runs to the end and lets the checkers judge.
 
-    `path` is the state directory. `spoil` is shown every store and host before it begins, and may
-    plant a bug there.
+    `path` is the state directory. `spoil` is shown every store, host and boundary before it begins,
+    and may plant a bug there.
     """
 
     def __init__(

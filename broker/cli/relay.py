@@ -23,11 +23,9 @@ from narrows.proto.config import Address, parse_address
 from narrows.proto.errors import NarrowsError
 from narrows.proto.keys import SiteKey, serve_keys
 from narrows.proto.sockets import Dial, Kind, make_socket, needs_ipv6
+from narrows.proto.timing import REDIAL_S
 
 MESSAGES_PER_TURN: Final = 16
-REDIAL_S: Final = 5.0
-"""A socket that libzmq has given up is made anew, with the key file read again; so often at
-most."""
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 _SUBSCRIPTION: Final = re.compile(rb"[\0\1][pr]/.*[0-9]{2}", re.DOTALL)

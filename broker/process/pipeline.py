@@ -22,7 +22,7 @@ import numpy as np
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import Alarm, Model, merge
 from narrows.broker.records import Contribution, FragmentState, Recovered, Version
-from narrows.broker.store import Store, read_initial
+from narrows.broker.store import read_initial
 from narrows.broker.syncer import Syncer
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.state import fault
@@ -30,7 +30,7 @@ from narrows.proto.codec import DecodedChunk, decode_chunk, values_of
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError, RemoteProtocolError
 from narrows.proto.layout import Fragment, build_table
 from narrows.proto.messages import LOSSLESS, Header, Layout
-from narrows.proto.ports import Done, Pool
+from narrows.proto.ports import Done, Pool, Store
 from narrows.proto.timing import DISK_AGAIN_S
 
 CRASH_PLACES: Final = ("merged", "appended", "durable", "installed", "published")
@@ -55,7 +55,7 @@ class PushPayloads:
 
 def replay(
     config: BrokerConfig,
-    store: Store,
+    store: Store[Version, FragmentState],
     recovered: Recovered,
     alarm: Alarm,
     note: Callable[[ev.Note], None],
@@ -97,7 +97,7 @@ class Pipeline:
         self,
         config: BrokerConfig,
         pool: Pool,
-        store: Store,
+        store: Store[Version, FragmentState],
         syncer: Syncer,
         recovered: Recovered,
         model: Model | None,

@@ -9,7 +9,7 @@ from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import Member
 from narrows.broker.syncer.state import Stage, State
 from narrows.proto.messages import Phase
-from narrows.proto.timing import LEAVE_MAX_S, LEAVE_S, REDIAL_S
+from narrows.proto.timing import LEAVE_MAX_S, LEAVE_S, RETURN_S
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class Ending:
         since_s = now - self.state.started_at
         if not self.state.taught or since_s >= LEAVE_S:
             return False
-        return since_s < REDIAL_S or not self.state.taught <= self.state.members.by_name.keys()
+        return since_s < RETURN_S or not self.state.taught <= self.state.members.by_name.keys()
 
     def owes(self, member: Member, fragment: int) -> bool:
         """A push of it is on its way, or it has neither pushed nor said that nothing is left."""

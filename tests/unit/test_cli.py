@@ -26,7 +26,7 @@ from safetensors import safe_open
 from narrows import __main__ as command
 from narrows.broker.cli import keys, status
 from narrows.broker.cli.plan import payload_bits, plan
-from narrows.broker.cli.relay import REDIAL_S, _Upstream
+from narrows.broker.cli.relay import _Upstream
 from narrows.broker.process.service import Service, log
 from narrows.broker.store import History, Store
 from narrows.broker.store.history import Audit
@@ -45,6 +45,7 @@ from narrows.proto.keys import (
 )
 from narrows.proto.messages import Bye, Status
 from narrows.proto.sockets import Dial, Kind, make_socket
+from narrows.proto.timing import REDIAL_S
 from narrows.proto.wire import encode_control
 
 HEAVY = {"numpy", "numba", "zmq", "torch", "blosc2"}

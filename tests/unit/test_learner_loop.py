@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from narrows.learner import loop, weights
 from narrows.learner import parameters as parameters_module
-from narrows.learner.island import Adoption, CodedPush, Copy, Island
+from narrows.learner.gpu import TorchIsland
 from narrows.learner.parameters import Parameters
 from narrows.learner.weights import WeightWatch
 from narrows.proto.codec import F32, decode_chunk, values_of
 from narrows.proto.errors import ConfigError, ErrorCode, LocalProtocolError
 from narrows.proto.layout import Fragment, build_table
 from narrows.proto.messages import CodecName, RunSettings
+from narrows.proto.ports import Adoption, CodedPush, Copy
 
 torch.set_num_threads(1)
 
@@ -550,7 +551,7 @@ class Model(torch.nn.Module):
 (FRAGMENT,) = build_table(Parameters(Model()).layout.entries, 1)
 
 
-def filled(island: Island, values: F32) -> Copy:
+def filled(island: TorchIsland, values: F32) -> Copy:
     copy = island.copy(FRAGMENT, values)
     island.overwrite(FRAGMENT, copy)
     return copy
@@ -569,7 +570,7 @@ def test_the_rule_equals_its_plain_twin_and_loses_nothing(keep: float, seed: int
     in a version that holds its push. An outer gradient is work with the other sign."""
     rng = np.random.default_rng(seed)
     parameters = Parameters(Model())
-    island = Island(parameters)
+    island = TorchIsland(parameters)
     size = FRAGMENT.elements
     old = filled(island, rng.standard_normal(size).astype(np.float32))
     twin, worked = old.values.astype(np.float64), np.zeros(size)
@@ -600,7 +601,7 @@ def test_the_rule_equals_its_plain_twin_and_loses_nothing(keep: float, seed: int
 
 
 def test_a_copy_that_is_taken_outright_has_the_published_bits() -> None:
-    island, rng = Island(Parameters(Model())), np.random.default_rng(0)
+    island, rng = TorchIsland(Parameters(Model())), np.random.default_rng(0)
     values = rng.standard_normal(FRAGMENT.elements).astype(np.float32)
     old = filled(island, np.full_like(values, np.nan))
     island.adopt(FRAGMENT, Adoption(old, island.copy(FRAGMENT, values), None, 0.0, False))
@@ -609,7 +610,7 @@ def test_a_copy_that_is_taken_outright_has_the_published_bits() -> None:
 
 def test_parameters_that_are_not_finite_are_not_pushed_from_a_gpu() -> None:
     model = Model(device=GPU)
-    island = Island(Parameters(model), on_device=True)
+    island = TorchIsland(Parameters(model), on_device=True)
     old = filled(island, np.zeros(FRAGMENT.elements, np.float32))
     with torch.no_grad():
         model.v[2, 3] = float("nan")
@@ -622,7 +623,7 @@ def test_parameters_that_are_not_finite_are_not_pushed_from_a_gpu() -> None:
 @pytest.mark.parametrize("on_device", [False, True])
 def test_the_rounding_of_parameters_does_not_travel(dtype: torch.dtype, on_device: bool) -> None:
     model = Model(dtype, device=GPU if on_device else CPU)
-    island, rng = Island(Parameters(model), on_device=on_device), np.random.default_rng(1)
+    island, rng = TorchIsland(Parameters(model), on_device=on_device), np.random.default_rng(1)
     old = filled(island, rng.standard_normal(FRAGMENT.elements).astype(np.float32))
     new = island.copy(FRAGMENT, rng.standard_normal(FRAGMENT.elements).astype(np.float32))
     island.adopt(FRAGMENT, Adoption(old, new, None, 0.5, False))
@@ -648,7 +649,7 @@ def test_the_gpu_path_has_the_bits_of_the_cpu(codec: CodecName, transposed: bool
     for on_device in (False, True):
         device = GPU if on_device else CPU
         parameters = Parameters(Model(transposed=transposed, device=device))
-        island = Island(parameters, on_device=on_device)
+        island = TorchIsland(parameters, on_device=on_device)
         old = filled(island, start)
         parameters.write(FRAGMENT, start + work)
         push = island.snapshot(FRAGMENT, old).encode(FRAGMENT, 0, settings)

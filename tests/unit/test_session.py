@@ -330,7 +330,8 @@ def test_an_outage_is_told_once_with_its_reason_and_a_long_one_pauses_training()
     for _ in range(5):
         seat.wait(3.0)
     assert seat.noted() == ["offline"]
-    seat.session.obstacle = LocalProtocolError(ErrorCode.KEY_REFUSED, "no key", remedy="ask for it")
+    obstacle = LocalProtocolError(ErrorCode.KEY_REFUSED, "no key", remedy="ask for it")
+    seat.session.set_obstacle(obstacle)
     for _ in range(5):
         seat.wait(3.0)
     (note,) = seat.take(Note)
@@ -786,7 +787,7 @@ def test_work_of_an_absence_is_given_up_but_its_waiting_push_is_not() -> None:
 
 def test_nothing_is_kept_in_the_ramp_of_a_newcomer() -> None:
     seat = joined()
-    seat.session.ramp_steps = 1
+    seat.session.set_ramp(1)
     seat.publish(0, 1)
     seat.step()
     seat.publish(0, 2)

@@ -17,7 +17,7 @@ from narrows.proto import messages as msg
 from narrows.proto.errors import RETRIED
 from narrows.proto.layout import fingerprint
 from narrows.proto.messages import Role
-from narrows.proto.timing import REDIAL_S
+from narrows.proto.timing import RETURN_S
 from narrows.proto.units import BitRate
 from narrows.proto.wire import encode_control, unpack_layout
 
@@ -597,7 +597,7 @@ def restarted() -> Desk:
 def test_the_end_waits_no_longer_than_until_all_who_taught_are_back() -> None:
     desk = restarted()
     desk.hello("b", 2)  # Started again meanwhile: another incarnation of the same name.
-    desk.pass_(REDIAL_S - 0.5, "a", "b", finished=ALL)
+    desk.pass_(RETURN_S - 0.5, "a", "b", finished=ALL)
     assert events(desk) == [], "one that has taught nothing yet may still be dialling"
     desk.pass_(1.0, "a", "b", finished=ALL)
     assert events(desk) == ["CommitEnd"]
