@@ -4,8 +4,8 @@ Inputs are methods of `Syncer`, effects are the tuples here. After every call th
 `syncer.effects` and performs them in order. The machine's state is ahead of its effects when they
 are performed, so an effect carries all that it needs and the host never looks back.
 
-Seed, MergeRound, Commit and CommitEnd take long. The host answers each of them once or more with
-`syncer.failed`, and at last with `syncer.done`, unless the first failure has ended the matter.
+Seed, MergeRound, Commit and CommitEnd take long. Once the host has performed one of them it calls
+`syncer.done`, and if it could not, `syncer.failed`. It tries again what the disk refuses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MergeRound(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Make the merged round of a fragment durable. The host reports a failure and tries again."""
+    """Make the merged round of a fragment durable. After a failure the host tries it again."""
 
     fragment: int
 
@@ -65,7 +65,7 @@ class Serve(NamedTuple):
 
 
 class CommitEnd(NamedTuple):
-    """Make durable that the run has ended. It never fails: the host tries until the disk works."""
+    """Make durable that the run has ended. The host tries until the disk works."""
 
 
 class Finish(NamedTuple):

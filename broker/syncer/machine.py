@@ -243,7 +243,7 @@ class Syncer:
         self.advance(now)
 
     def failed(self, effect: ev.Slow, error: Exception, now: float) -> None:
-        """The host could not perform an effect. It tries a Commit again, and nothing else."""
+        """The host could not perform an effect. A Commit it tries again; the others are over."""
         match effect:
             case ev.Seed():
                 assert isinstance(error, NarrowsError)
