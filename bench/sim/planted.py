@@ -15,6 +15,7 @@ from narrows.bench.sim.checkers import Wrong
 from narrows.bench.sim.run import Draw, Run
 from narrows.broker.process.host import Host
 from narrows.broker.store import Store
+from narrows.broker.syncer.events import Commit
 from narrows.broker.syncer.state import Stage
 from narrows.learner.host import LearnerHost
 from narrows.learner.session import Session
@@ -40,11 +41,11 @@ def publishes_before_commit(host: Any) -> None:
     """A version is installed and published while it is on its way to the disk."""
     pipeline = host.pipeline
 
-    def commit(fragment: int) -> None:
-        version = pipeline._undurable[fragment]
+    def commit(order: Commit) -> None:
+        version = pipeline._undurable[order.fragment]
         host.run(lambda: pipeline._store.commit(version), lambda result, now: None)
         # The loop hears at once what the disk has not done.
-        host.run(lambda: None, lambda result, now: pipeline.durable(version, None, now))
+        host.run(lambda: None, lambda result, now: pipeline.durable(order, now))
 
     pipeline.commit = commit
 

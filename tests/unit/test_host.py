@@ -10,6 +10,7 @@ import os
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -19,7 +20,8 @@ from learner_cases import LAYOUT, HandLearner, House, begun
 from safetensors.numpy import save_file
 
 from narrows.broker.config import load_broker
-from narrows.broker.process import downlink, pipeline
+from narrows.broker.merging import Model
+from narrows.broker.process import downlink, host, pipeline
 from narrows.broker.process.downlink import SPARE_CONNECTIONS, Connection
 from narrows.broker.process.service import (
     KINDS_MAX,
@@ -28,8 +30,6 @@ from narrows.broker.process.service import (
     LimitRepeats,
     Service,
 )
-from narrows.broker.store import Recovered
-from narrows.broker.syncer import events as ev
 from narrows.proto import messages as msg
 from narrows.proto.codec import decode_chunk, encode_values
 from narrows.proto.codec.payload import float_payload
@@ -389,13 +389,12 @@ def test_a_start_that_takes_long_shortens_no_wait(
     a.say(msg.Report(1, 100, 1.0, (a.version,), finished=(0,)))
     house.wait(1.0)
     house.kill()
-    resume = pipeline.Pipeline.resume
 
-    def slow(self: pipeline.Pipeline, recovered: Recovered) -> ev.Resumed | None:
+    def slow(*arguments: Any) -> Model | None:
         house.now += 60.0
-        return resume(self, recovered)
+        return pipeline.replay(*arguments)
 
-    monkeypatch.setattr(pipeline.Pipeline, "resume", slow)
+    monkeypatch.setattr(host, "replay", slow)
     house.start()
     house.wait(5.0)
     assert house.host.finished is None, "site-a has taught the run: 30 s are for it"
