@@ -38,7 +38,7 @@ class ErrorCode(StrEnum):
     BAD_CHUNK = "bad_chunk", "no such chunk, or another codec", SAME_VERSION
     BAD_PAYLOAD = "bad_payload", "a payload that no encoder writes", SAME_VERSION
     NOT_FINITE = "not_finite", "NaN or infinity from a learner", "lower its learning rate"
-    MERGE_FAILED = "merge_failed", "a sum was not finite", "nothing: the steps travel again"
+    MERGE_FAILED = "merge_failed", "a sum was not finite", "see that learner's loss"
     # A data message is damaged: it is dropped, noted, and asked for again.
     BAD_DIGEST = "bad_digest", "damaged bytes, sent again", "if it repeats: memory and network"
     # Local: nothing was sent.

@@ -23,9 +23,6 @@ from narrows.proto import wire
 from narrows.proto.errors import RETRIED, ErrorCode, RemoteProtocolError, printable
 from narrows.proto.ports import BrokerWires, Done, Pool
 
-NO_FAULT = frozenset({*RETRIED, ErrorCode.MERGE_FAILED})
-"""Refusals that an honest learner meets; they do not count against its key."""
-
 
 class Host:
     """One life of the broker, from the state directory on."""
@@ -232,7 +229,7 @@ class Host:
                 self._on_note(effect)
 
     def _send(self, peer: str, message: msg.ControlMessage, now: float) -> None:
-        if isinstance(message, msg.Refuse) and message.code not in NO_FAULT:
+        if isinstance(message, msg.Refuse) and message.code not in RETRIED:
             self._on_fault(peer, now)
         if isinstance(message, msg.Status):
             self._with_bytes(message.status)

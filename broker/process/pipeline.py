@@ -190,7 +190,7 @@ class Pipeline:
         contributions: list[Contribution] = []
         decoded: list[list[DecodedChunk]] = []
         for contribution in due.contributions:
-            push = self.pushes.pop((contribution.incarnation, due.fragment, contribution.push_id))
+            push = self.pushes[contribution.incarnation, due.fragment, contribution.push_id]
             indexes = range(len(push.payloads))
             contributions.append(
                 replace(contribution, chunks=tuple(push.payloads[index] for index in indexes))
@@ -209,7 +209,10 @@ class Pipeline:
         if isinstance(result, FloatingPointError | NarrowsError):
             self._syncer.failed(order, result, now)
             return
-        self._undurable[order.round_.fragment] = result_of(result)
+        due = order.round_
+        self._undurable[due.fragment] = result_of(result)
+        for push in due.contributions:
+            del self.pushes[push.incarnation, due.fragment, push.push_id]
         self._reach("merged")
         self._syncer.done(order, now)
 

@@ -249,7 +249,7 @@ class Syncer:
                 assert isinstance(error, NarrowsError)
                 self._seeding.failed(error)
             case ev.MergeRound(round_):
-                self._rounds.merge_failed(round_.fragment, error)
+                self._rounds.merge_failed(round_, error)
             case ev.Commit(fragment):
                 self._rounds.disk_failed(fragment, error)
         self.advance(now)

@@ -58,9 +58,10 @@ class Heard:
     def fan_out(self) -> int:
         return sum("p/00" in topics for topics in self.heard.values())
 
-    def listens(self, connection: Connection, topic: str, is_on: bool, now: float) -> None:
+    def listens(self, connection: Connection, topic: str, is_on: bool, now: float) -> bool:
         topics = self.heard.setdefault(connection, [])
         (topics.append if is_on else topics.remove)(topic)
+        return len(topics) <= 3
 
     def keep_listeners(self, is_open: Callable[[Connection], bool]) -> None:
         self.heard = {each: topics for each, topics in self.heard.items() if is_open(each)}
@@ -295,6 +296,16 @@ def test_the_door_hears_1024_learners_and_no_flood(keys: Path) -> None:
     door.answered(other.public, CONTROLS_PER_S << 10, is_learner=False)
     assert not asks(now + 1.0), "answers count, too"
     assert door.hears(other.public, lambda: here, now, is_learner=True), "its learners are heard"
+
+
+def test_a_connection_that_listens_to_too_many_topics_is_kept_out(keyed: Wire, keys: Path) -> None:
+    door = keyed.sockets.door
+    assert door is not None
+    pair = admitted(keyed, keys, "site-a")
+    socket = keyed.listen(b"p/00", pair)
+    for life in range(3):
+        socket.setsockopt(zmq.SUBSCRIBE, b"r/site-a.%08x/00" % life)
+    keyed.until(lambda: door.site(pair.public) is None, "the key to be kept out")
 
 
 @pytest.mark.parametrize("kind", [Kind.LEARNER_CONTROL, Kind.LEARNER_UPLINK])
