@@ -30,7 +30,7 @@ from narrows.proto.codec import (
     recut,
     values_of,
 )
-from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
+from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError, fault
 from narrows.proto.flow import Sender
 from narrows.proto.layout import Fragment, check_layout, differences
 from narrows.proto.messages import LOSSLESS, DataKind, Header
@@ -101,17 +101,14 @@ class LearnerHost:
         self.sender.received([len(frame) for frame in frames], now)
         try:
             if len(frames) != 3:
-                got = str(len(frames))
-                raise RemoteProtocolError(
-                    ErrorCode.BAD_MESSAGE, "data message", expected="3 frames", got=got
-                )
+                raise fault("data message", expected="3 frames", got=len(frames))
             header, payload = wire.decode_header(frames[1]), frames[2]
             if (digest := wire.digest(payload)) != header.payload_digest:
-                raise RemoteProtocolError(
-                    ErrorCode.BAD_DIGEST,
+                raise fault(
                     f"payload of chunk {header.chunk} of fragment {header.fragment}",
                     expected=f"{header.payload_digest:016x}",
                     got=f"{digest:016x}",
+                    code=ErrorCode.BAD_DIGEST,
                 )
         except RemoteProtocolError as error:
             self._refuse(error)

@@ -73,6 +73,9 @@ PEER_TEXT_CHARACTERS_MAX: Final = 80
 """Characters that the broker keeps of a peer's own words (the reason of a pause or a Bye, the name
 of another run): a Status shows those of 1,024 learners, and must stay below CONTROL_BYTES_MAX."""
 
+GOT_CHARACTERS_MAX: Final = 200
+"""Characters of what came, in the error for a peer's message."""
+
 LOG_CHARACTERS_MAX: Final = 1000
 """Characters of a peer's text in one log line: a peer must not fill the disk with one message."""
 
@@ -105,18 +108,26 @@ class LocalProtocolError(NarrowsError):
 class RemoteProtocolError(NarrowsError):
     """The peer broke the rules. Its message is refused with `code`; nothing else changes."""
 
-    def __init__(
-        self, code: ErrorCode, message: str, *, expected: str, got: str, remedy: str = ""
-    ) -> None:
-        remedy = remedy or code.remedy
-        super().__init__(code, message, expected=expected, got=got, remedy=remedy)
 
-
-def bad_input(
-    what: str, expected: str, got: object, code: ErrorCode = ErrorCode.BAD_MESSAGE
+def fault(
+    what: str,
+    expected: str,
+    got: object,
+    remedy: str = "",
+    code: ErrorCode = ErrorCode.BAD_MESSAGE,
 ) -> RemoteProtocolError:
-    """The error for bytes of a peer that are not as PROTOCOL.md says."""
-    return RemoteProtocolError(code, what, expected=expected, got=str(got)[:200])
+    """The error for a peer's message that is not as PROTOCOL.md says, or not in its place.
+
+    Without a `remedy` it names the usual one of the code. A peer's bytes may stand in `got`, so its
+    text is cut.
+    """
+    return RemoteProtocolError(
+        code,
+        what,
+        expected=expected,
+        got=str(got)[:GOT_CHARACTERS_MAX],
+        remedy=remedy or code.remedy,
+    )
 
 
 class Refused(NarrowsError):

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from narrows.proto.errors import ConfigError, ErrorCode, bad_input
+from narrows.proto.errors import ConfigError, ErrorCode, fault
 from narrows.proto.messages import ELEMENTS_MAX, FRAGMENTS_MAX, Layout, LayoutEntry, MergeRule
 
 BLOCK: Final = 65_536
@@ -47,13 +47,13 @@ def check_layout(layout: Layout) -> None:
     elements = 0
     for entry in layout.entries:
         if not entry.name.isprintable():
-            raise bad_input("layout: tensor name", "printable", repr(entry.name))
+            raise fault("layout: tensor name", expected="printable", got=repr(entry.name))
         if entry.name in names:
-            raise bad_input("layout: tensor names", "unique ones", f"{entry.name!r} twice")
+            raise fault("layout: tensor names", expected="unique ones", got=f"{entry.name!r} twice")
         names.add(entry.name)
         elements += element_count(entry)
     if elements > ELEMENTS_MAX:
-        raise bad_input("layout: elements", f"at most {ELEMENTS_MAX}", elements)
+        raise fault("layout: elements", expected=f"at most {ELEMENTS_MAX}", got=elements)
 
 
 def fingerprint(layout: Layout) -> str:
@@ -143,7 +143,12 @@ class Fragment:
         offset = index * chunk_elements
         if not 0 <= offset < self.elements:
             expected = f"0 to {self.chunk_count(chunk_elements) - 1}"
-            raise bad_input(f"chunk of fragment {self.index}", expected, index, ErrorCode.BAD_CHUNK)
+            raise fault(
+                f"chunk of fragment {self.index}",
+                expected=expected,
+                got=index,
+                code=ErrorCode.BAD_CHUNK,
+            )
         return offset, min(chunk_elements, self.elements - offset)
 
 

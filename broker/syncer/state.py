@@ -13,7 +13,8 @@ from narrows.broker.config import BrokerConfig
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import Member, Members
 from narrows.proto import messages as msg
-from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError, printable
+from narrows.proto.errors import ErrorCode, NarrowsError, printable
+from narrows.proto.errors import fault as fault
 from narrows.proto.flow.transfer import Transfer
 from narrows.proto.layout import build_table, fingerprint
 
@@ -288,10 +289,3 @@ class State:
         for member in self.members.share(float(wan.up), float(wan.total_up), self.period_s, now):
             if member is not newcomer:
                 self.send(member, self.beat(member, now))
-
-
-def fault(
-    what: str, expected: str, got: str, remedy: str, code: ErrorCode = ErrorCode.BAD_MESSAGE
-) -> RemoteProtocolError:
-    """The fault of a peer's message, with the remedy."""
-    return RemoteProtocolError(code, what, expected=expected, got=got, remedy=remedy)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from narrows.proto.codec import kernels
 from narrows.proto.codec.kernels import F32, F64, I8, I64, RUN, U8, U16, fits, read_only
 from narrows.proto.codec.memory import empty_f32, empty_u8
-from narrows.proto.errors import ErrorCode, bad_input
+from narrows.proto.errors import ErrorCode, fault
 from narrows.proto.messages import CodecName
 
 LIMITS: Final[dict[CodecName, int]] = {"int4-zstd": 7, "int8-zstd": 127}
@@ -51,7 +51,7 @@ LEVEL: Final = 1
 """zstd's level, in both kinds of payload. Higher ones are slower and gain nothing here;
 levels below 0 leave the entropy coder out."""
 
-_bad = partial(bad_input, code=ErrorCode.BAD_PAYLOAD)
+_bad = partial(fault, code=ErrorCode.BAD_PAYLOAD)
 _compress_blosc2 = cast(Callable[..., bytes], blosc2.compress2)
 _decompress_blosc2 = cast(Callable[..., Any], blosc2.decompress2)
 
