@@ -56,7 +56,9 @@ class ErrorCode(StrEnum):
 
     def __new__(cls, code: str, meaning: str = "", remedy: str = "") -> Self:
         member = str.__new__(cls, code)
-        member._value_, member.meaning, member.remedy = code, meaning, remedy
+        member._value_ = code
+        member.meaning = meaning
+        member.remedy = remedy
         return member
 
     @classmethod
@@ -95,10 +97,15 @@ class NarrowsError(Exception):
         self.expected = expected
         self.got = got
         self.remedy = remedy
-        details = [f"expected {expected}"] if expected else []
-        details += [f"got {got}"] if got else []
-        text = f"{code}: {message}" + (f" ({', '.join(details)})" if details else "")
-        super().__init__(f"{text}. {remedy}" if remedy else text)
+        text = f"{code}: {message}"
+        details = [
+            f"{word} {said}" for word, said in (("expected", expected), ("got", got)) if said
+        ]
+        if details:
+            text += f" ({', '.join(details)})"
+        if remedy:
+            text += f". {remedy}"
+        super().__init__(text)
 
 
 class LocalProtocolError(NarrowsError):
@@ -158,9 +165,13 @@ class Unfinished(NarrowsError):
     """The run is over for this learner, and its parameters are not the run's final model."""
 
     def __init__(self, message: str, *, got: str) -> None:
-        expected = "the run's final model"
-        remedy = "when the run has ended, the broker has it: `narrows export`"
-        super().__init__(ErrorCode.UNFINISHED, message, expected=expected, got=got, remedy=remedy)
+        super().__init__(
+            ErrorCode.UNFINISHED,
+            message,
+            expected="the run's final model",
+            got=got,
+            remedy="when the run has ended, the broker has it: `narrows export`",
+        )
 
 
 def exit_code(error: Exception) -> int:
@@ -183,5 +194,6 @@ def printable(text: str) -> str:
 
     Escape sequences of a terminal could hide or forge lines of the log.
     """
-    cut = text if len(text) <= LOG_CHARACTERS_MAX else text[:LOG_CHARACTERS_MAX] + " ..."
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+    if len(text) > LOG_CHARACTERS_MAX:
+        text = text[:LOG_CHARACTERS_MAX] + " ..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -60,8 +60,11 @@ class EventFile(RotatingFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         """Called by `handle` where it fails."""
         if not self._told:
-            place, error = self.baseFilename, sys.exc_info()[1]
-            _log.warning("events are not written to %s: %s; the run goes on", place, error)
+            _log.warning(
+                "events are not written to %s: %s; the run goes on",
+                self.baseFilename,
+                sys.exc_info()[1],
+            )
         self._told = True
 
     def close(self) -> None:

@@ -350,7 +350,7 @@ class Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
     epoch: Epoch
     kind: DataKind
-    incarnation: Annotated[str, Meta(max_length=80)]
+    incarnation: Annotated[str, Meta(pattern=rf"\A\Z|{INCARNATION_PATTERN}")]
     """The sender's (up), or that of the learner who asked (down); "" on the shared topic."""
     fragment: FragmentIndex
     version: VersionNumber

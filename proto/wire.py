@@ -6,7 +6,6 @@ message is three: topic, header, payload.
 
 from __future__ import annotations
 
-import re
 from typing import Final, TypeVar
 
 import msgspec
@@ -25,7 +24,6 @@ _encoder = msgspec.msgpack.Encoder()
 _control: msgspec.msgpack.Decoder[msg.ControlMessage] = msgspec.msgpack.Decoder(msg.ControlMessage)
 _header = msgspec.msgpack.Decoder(msg.Header)
 _layout = msgspec.msgpack.Decoder(msg.Layout)
-_incarnation = re.compile(msg.INCARNATION_PATTERN)
 
 T = TypeVar("T")
 
@@ -39,11 +37,18 @@ def decode_control(frames: list[bytes], bytes_max: int) -> msg.ControlMessage:
     """The message in two frames. Raises RemoteProtocolError: PROTOCOL_VERSION, TOO_LARGE or
     BAD_MESSAGE, with what was expected and what came."""
     if len(frames) != 2 or frames[0][:3] != ENVELOPE[:3] or len(frames[0]) != 4:
-        got = f"{len(frames)} frames, the first {bytes(frames[0][:8])!r}" if frames else "nothing"
-        raise fault("control message", expected="NRW, version, body", got=got)
+        raise fault(
+            "control message",
+            expected="NRW, version, body",
+            got=f"{len(frames)} frames, the first {bytes(b''.join(frames[:1])[:8])!r}",
+        )
     if frames[0] != ENVELOPE:
-        what, code = "another version of the wire format", ErrorCode.PROTOCOL_VERSION
-        raise fault(what, expected=str(msg.PROTOCOL), got=frames[0][3], code=code)
+        raise fault(
+            "another version of the wire format",
+            expected=str(msg.PROTOCOL),
+            got=frames[0][3],
+            code=ErrorCode.PROTOCOL_VERSION,
+        )
     return _decode(_control, frames[1], bytes_max, "control message")
 
 
@@ -54,11 +59,7 @@ def encode_header(header: msg.Header) -> bytes:
 
 def decode_header(frame: bytes) -> msg.Header:
     """The header of a data message. Raises RemoteProtocolError BAD_MESSAGE or TOO_LARGE."""
-    header = _decode(_header, frame, msg.HEADER_BYTES_MAX, "data header")
-    if header.incarnation and not _incarnation.match(header.incarnation):
-        expected = "an incarnation (name.8 hex digits)"
-        raise fault("data header", expected=expected, got=repr(header.incarnation))
-    return header
+    return _decode(_header, frame, msg.HEADER_BYTES_MAX, "data header")
 
 
 def pack_layout(layout: msg.Layout) -> bytes:
@@ -72,8 +73,12 @@ def unpack_layout(payload: bytes) -> msg.Layout:
         # -1: the frame does not tell its size.
         size = zstandard.frame_content_size(payload)
         if not 0 <= size <= LAYOUT_BYTES_MAX:
-            expected = f"a zstd frame that tells its size, at most {LAYOUT_BYTES_MAX} bytes"
-            raise fault("layout", expected=expected, got=size, code=ErrorCode.TOO_LARGE)
+            raise fault(
+                "layout",
+                expected=f"a zstd frame that tells its size, at most {LAYOUT_BYTES_MAX} bytes",
+                got=size,
+                code=ErrorCode.TOO_LARGE,
+            )
         body = zstandard.ZstdDecompressor().decompress(payload, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise fault("layout", expected="a zstd frame", got=error) from None
