@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -18,6 +17,7 @@ from cyclopts import Parameter
 from narrows.broker.config import BrokerConfig, assigned, load_broker
 from narrows.broker.process.pipeline import SNAPSHOT_VERSIONS
 from narrows.broker.syncer.state import IN_FLIGHT_MAX
+from narrows.proto.codec import CODECS
 from narrows.proto.config import given_keys
 from narrows.proto.errors import ConfigError
 from narrows.proto.flow.budget import wire_bytes
@@ -41,9 +41,6 @@ TOPIC_BYTES, HEADER_BYTES = 22, 69
 """A data message with long names and numbers."""
 MERGE_BYTES, FLIGHT_BYTES, FIRST_COPY_BYTES = 20, 16, 3.4
 """Per parameter: a merge; a learner's fragment in flight; a joiner's first copy on the line."""
-CODE_BYTES: Final[Mapping[CodecName, float]] = {
-    "int4-zstd": 0.5, "int8-zstd": 1.0, "f32-blosc2": 4.0,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,8 +56,10 @@ class Site:
 
 def payload_bits(codec: CodecName, rho: float) -> float:
     """Bits per parameter: about the entropy of Gaussian values in steps of rho, which zstd nearly
-    reaches; the width of a float for `f32-blosc2`."""
-    return 32.0 if codec == "f32-blosc2" else max(0.5, GAUSSIAN_BITS - math.log2(rho))
+    reaches; without codes the width of a float."""
+    if not CODECS[codec].coded:
+        return float(CODECS[codec].bits)
+    return max(0.5, GAUSSIAN_BITS - math.log2(rho))
 
 
 def line_bits(config: BrokerConfig, codec: CodecName, params: int) -> float:
@@ -90,7 +89,7 @@ def figures(site: Site, config: BrokerConfig, fragments: int, period_steps: int)
     # Memory and disk, in bytes per parameter. On disk are two snapshots, a third one while it is
     # written, and the payloads since the older one.
     flight = min(IN_FLIGHT_MAX, fragments) / fragments
-    waiting = learners * (CODE_BYTES[config.codec.push] + push / 8)
+    waiting = learners * (CODECS[config.codec.push].bits / 8 + push / 8)
     memory = STATE_BYTES + FIRST_COPY_BYTES + PUBLICATIONS_KEPT * publish / 8
     written = learners * push / 8 / period_s if config.broker.journal == "on" else 0.0
     disk = 3 * STATE_BYTES + 2 * SNAPSHOT_VERSIONS * period_s * written
