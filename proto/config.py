@@ -1,8 +1,8 @@
 """TOML files and flags into typed structs, checked key by key; and addresses as users write them.
 
-The msgspec struct is the truth: its fields are sections, structs themselves, which hold the types,
-bounds and defaults, and the docstrings under their fields are the help. A file has one table per
-section; a flag is a dotted key (`wan.up`).
+A msgspec struct declares a configuration. Each of its fields is a section, itself a struct, which
+holds the types, bounds and defaults; the docstrings under its fields are the help. A file has one
+table per section; a flag is a dotted key (`wan.up`).
 """
 
 from __future__ import annotations

@@ -298,8 +298,8 @@ def serve_keys(
     context: zmq.Context[zmq.Socket[bytes]], admits: Callable[[str], bool]
 ) -> ThreadAuthenticator:
     """Lets `admits(public key)` decide every CURVE handshake of the context's servers, on a thread
-    of its own. Call it before they bind, and `stop()` the result at the end. The User-Id of a frame
-    that is received is then the key of its connection."""
+    of its own. Call it before they bind, and `stop()` the result at the end. Every frame that they
+    receive then has the key of its connection as its User-Id."""
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback(

@@ -43,9 +43,9 @@ _CURVE_BYTES: Final = 64
 """CURVE makes a frame longer, and libzmq compares the longer one with MAXMSGSIZE."""
 _CONTROL: Final = {zmq.SNDHWM: 1000, zmq.MAXMSGSIZE: CONTROL_BYTES_MAX + _CURVE_BYTES}
 _PAYLOADS: Final = {zmq.RCVHWM: 8, zmq.MAXMSGSIZE: PAYLOAD_BYTES_MAX + _CURVE_BYTES}
-# A queue is small because what waits behind the budget leaves unpaced when a reader resumes. With
-# NODROP a full pipe answers EAGAIN. VERBOSER shows subscriptions that are repeated, too. What comes
-# in is subscriptions; below 512 bytes no CURVE handshake would pass.
+# Queues are small, because messages behind the budget leave unpaced when a reader resumes. With
+# NODROP a full pipe answers EAGAIN. VERBOSER shows repeated subscriptions, too. Only subscriptions
+# come in; below 512 bytes no CURVE handshake would pass.
 _PUBLISHER: Final = {
     zmq.XPUB_NODROP: 1,
     zmq.XPUB_VERBOSER: 1,
@@ -110,7 +110,7 @@ def make_socket(
         else:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN.encode())
-            # Else a socket whose authenticator is gone would admit everybody.
+            # Without this, a socket whose authenticator is gone would admit every key.
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     return socket
 
@@ -154,8 +154,8 @@ def needs_ipv6(address: Address) -> bool:
 class Dial:
     """A socket that dials a port of the broker, and what its monitor tells of the connection.
 
-    Whoever owns it looks whenever `monitor` is readable, and once in a while: some troubles are
-    known by what does not come. Times are seconds on the caller's monotonic clock.
+    Its owner calls `look` whenever `monitor` is readable, and now and then: some troubles show only
+    in an event that does not come. Times are seconds on the caller's monotonic clock.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Dial:
         self.connected = False
         """The handshake has succeeded, and the connection has not ended since."""
         self.is_silent = False
-        """Somebody takes the connection and says nothing, which a broker that is frozen does."""
+        """The port takes connections and says nothing, as that of a frozen broker does."""
         self._greets_at = self._broken_at = self._dead_at = math.inf
         """Since when a connection waits for its handshake; since when the other side breaks one
         handshake after the other off; when the last connection ended and libzmq did not dial again.
@@ -223,7 +223,7 @@ class Dial:
                 self._trouble = self._refused(event, value)
 
     def is_dead(self, now: float) -> bool:
-        """Whether libzmq does not dial again, or in vain: another one must take its place."""
+        """Whether libzmq has ceased to dial, or dials in vain: another Dial must take over."""
         return self._trouble is not None or now >= self._dead_at + SURE_S
 
     def error(self, now: float) -> NarrowsError | None:
@@ -235,7 +235,7 @@ class Dial:
             self._greets_at = math.inf
             self._seen = self._probe()
         if now >= self._dead_at + SURE_S and not self._seen:
-            # Of some damage libzmq says no more than that the connection has ended.
+            # For some kinds of damage, libzmq tells only that the connection has ended.
             return self._trouble or self._altered()
         return self._trouble or self._seen
 

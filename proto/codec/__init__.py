@@ -1,8 +1,8 @@
 """Values to bytes and back: a fragment in regular chunks, with its scales and digests.
 
-`kernels` has the loops, `memory` lends arrays, `payload` makes the bytes of one chunk, and here is
-what both ends share. Decoders trust nothing in a payload: peers wrote it. Encoders give the same
-bits on every machine, because both ends must hold the same published copy.
+`kernels` has the loops, `memory` lends arrays, `payload` makes the bytes of one chunk, and this
+module cuts a fragment into chunks. Decoders trust nothing in a payload: peers wrote it. Encoders
+give the same bits on every machine, because both ends must hold the same published copy.
 
 A scale belongs to a tensor piece, not to a chunk: so chunks can be cut anew without another
 result. Encoders are generators, so that sending starts with the first chunk. Every receiver of a
@@ -62,7 +62,7 @@ NOWHERE: Final = np.empty(0, np.float32)
 
 RMS_SAMPLES_MAX: Final = 1 << 14
 """Elements of a piece from which its rms is computed, with a relative error of about one per cent.
-All elements would take as long as the coding itself."""
+To read all of them would take as long as the coding itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ class EncodedChunk:
 
 @dataclass(frozen=True, eq=False)
 class PushChunk(EncodedChunk):
-    """A chunk of a push; its sender keeps what the receiver will hold, at most 1 byte an element
+    """A chunk of a push. Its sender keeps what the receiver will hold: at most 1 byte an element,
     unless the push is lossless."""
 
     decoded: DecodedChunk
@@ -119,7 +119,7 @@ def encode_push(
     """The outer gradient published - local (n,), chunk by chunk.
 
     Values beyond the range of the codes are clamped: the rest stays in the learner's parameters.
-    `advanced`, if it is given, gets local + the values, up to the chunk that was yielded last.
+    `advanced` (n,), if it is given, gets local + the coded values, chunk by chunk.
     Raises LocalProtocolError NOT_FINITE if a difference is not finite.
     """
     assert fits(published, fragment.elements) and fits(local, fragment.elements), published.shape
@@ -186,9 +186,9 @@ def encode_values(
 def encode_codes(
     fragment: Fragment, codec: CodecName, scales: F32, codes: I8, chunk_elements: int
 ) -> Iterator[PushChunk]:
-    """A push whose codes (n,) and scales of pieces (k,) were made elsewhere, on a GPU.
+    """A push whose codes (n,) and scales of pieces (k,) a GPU has made.
 
-    The caller has clamped the codes to the codec's limit: to look again would read them once more.
+    The caller has clamped the codes to the codec's limit: a check would read them once more.
     """
     coder = CODECS[codec]
     assert coder.coded and codes.shape == (fragment.elements,), f"{codec}, {codes.shape}"
@@ -310,7 +310,7 @@ def _places(
     fragment: Fragment, chunks: Sequence[DecodedChunk]
 ) -> Iterator[tuple[slice, DecodedChunk]]:
     elements = sum(chunk.count for chunk in chunks)
-    # Without every element once, uninitialised memory would pass for values.
+    # If chunks did not cover every element, uninitialised memory would pass for values.
     assert elements == fragment.elements, f"{elements} of {fragment.elements} elements"
     offset = 0
     for chunk in chunks:

@@ -5,8 +5,8 @@ fast-math, nothing reassociated, nothing contracted. So the result does not depe
 width, on the number of threads or on the CPU, and all peers hold the same copy of the model.
 
 Kernels release the GIL, allocate nothing and check nothing: their callers have checked lengths and
-bounds. Inputs come as read-only arrays (`read_only`) and outputs as writable ones, because numba
-compiles once per combination of the two. Spans are given by bounds (s + 1,): span i is the elements
+bounds. Inputs are read-only arrays (`read_only`) and outputs writable ones, because numba compiles
+once per combination of the two. Spans are given by bounds (s + 1,): span i is the elements
 from bounds[i] to bounds[i + 1].
 """
 
@@ -32,8 +32,8 @@ U16: TypeAlias = NDArray[np.uint16]
 U32: TypeAlias = NDArray[np.uint32]
 
 RUN: Final = 256
-"""Elements that are packed together: element j of a run shares its byte with element j + half. A
-run of neighbours in separate bytes vectorises, pairs of neighbours in one byte do not."""
+"""Elements that are packed together: element j of a run shares its byte with element j + half. The
+loop vectorises because neighbours lie in separate bytes; with two in one byte it does not."""
 
 ROUNDER: Final = np.float32(3 << 22)
 """1.5 * 2**23: adding and subtracting it rounds |x| < 2**22 to an integer, half to even.
@@ -71,8 +71,8 @@ def kernel(function: Function) -> Function:
         if str(compiled.stats.cache_path).startswith(folder):
             return cast(Function, compiled)
         _refusals.append(f"{folder} cannot be written")
-    # numba raises RuntimeError where it finds no folder at all; a loop has no `stats` where it is
-    # not to be compiled. What else is wrong is raised below as well.
+    # numba raises RuntimeError if it finds no folder at all. A loop has no `stats` if numba is told
+    # not to compile. Any other error is raised again below.
     except (OSError, RuntimeError, AttributeError) as error:
         _refusals.append(str(error))
     finally:

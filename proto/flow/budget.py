@@ -25,17 +25,17 @@ CURVE_OVERHEAD_BYTES: Final = 33
 
 RATE_SHARE: Final = 0.985
 """Share of the rate that leaves, in the long run and in any second, however late the sender was.
-The rest is for TCP's retransmissions and for control messages to single learners, which nobody here
-counts, and for what the threads of ZeroMQ send later than they took it."""
+The rest is for TCP's retransmissions and control messages to single learners, which no budget
+counts, and for messages that the threads of ZeroMQ send some time after they took them."""
 WINDOW_S: Final = 1.0
 BIN_S: Final = 0.01
 """The window counts time in such bins."""
 LATE_S: Final = 0.1
-"""A sender that was late may make up for so many seconds of its rate: on a busy machine a loop is
-kept from its core for longer than a few milliseconds."""
+"""A sender that was late may make up for so many seconds of its rate: on a busy machine a loop may
+wait for its core longer than a few milliseconds."""
 RESUME_S: Final = 0.02
-"""The same when work begins after a pause: a burst of more than two messages would overrun the
-queue of a line of just this rate."""
+"""The same when work begins after a pause: a longer burst would overrun the queue of a line that
+has just this rate."""
 BACK_SHARE: Final = 0.5
 """Largest share of a rate that acknowledgements of received data take: where more comes than that,
 nobody could send at all."""

@@ -55,8 +55,8 @@ class Entry:
     """Equal for two messages that carry the same chunk to the same reader."""
     line_bytes: int
     lossy: bool = False
-    """It has waited long enough: send it with NODROP off. Readers without room lose it and fetch
-    it later; libzmq holds nobody up for them until they have room again."""
+    """It has waited long enough: send it with NODROP off. Readers without room lose it and fetch it
+    later, and libzmq skips their pipes until they have room again."""
 
 
 @dataclass(eq=False)
@@ -110,9 +110,9 @@ class Sender:
         self.fan_out = 1
         """Connections that live data goes to."""
         self.ready = True
-        """False: nobody listens yet, and nothing leaves."""
+        """False: the other side does not listen yet, and nothing leaves."""
         self.sent_bytes = self.received_bytes = 0
-        """Bytes on the line, with everything that it adds, without acknowledgements."""
+        """Bytes on the line: frames and the overhead of every layer, without acknowledgements."""
         self._total = Budget(total)
         self._live_share = Budget(each)
         """The share of a learner that gets live data alone."""
@@ -121,7 +121,7 @@ class Sender:
         self._live: _Lanes = {}
         self._asked: _Lanes = {}
         self._places: set[tuple[object, ...]] = set()
-        """Those of all entries that wait."""
+        """The places of all waiting entries."""
         self._curve = curve
         self._may_lose = may_lose
         self._patience = _Patience()
