@@ -74,10 +74,15 @@ CODECS: Final[dict[CodecName, Codec]] = {
     codec.name: codec
     for codec in (
         Codec(
-            "int4-zstd", 4, 7, kernels.pack_nibbles, kernels.unpack_nibbles, kernels.lowest_nibble
+            "int4-zstd",
+            bits=4,
+            limit=7,
+            pack=kernels.pack_nibbles,
+            unpack=kernels.unpack_nibbles,
+            lowest=kernels.lowest_nibble,
         ),
-        Codec("int8-zstd", 8, 127),
-        Codec("f32-blosc2", 32),
+        Codec("int8-zstd", bits=8, limit=127),
+        Codec("f32-blosc2", bits=32),
     )
 }
 """Every codec, in the order of `messages.CodecName`."""
@@ -344,7 +349,7 @@ def _decode_blosc2(chunk: memoryview, count: int) -> F32:
         and 0 < block <= 4 * count
         and size == chunk.nbytes
         and filters == _BLOSC2_FILTERS
-        and special == (_BLOSC2_ZEROS if size == _BLOSC2_HEADER.size else 0)
+        and (special, size == _BLOSC2_HEADER.size) in ((0, False), (_BLOSC2_ZEROS, True))
     )
     if not as_written:
         raise _bad(

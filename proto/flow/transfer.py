@@ -33,11 +33,12 @@ class Transfer:
         """Chunks that have come."""
         self.asked = 0
         """Chunks asked for and not here. A receiver of several transfers shares one window."""
-        self._coming = chunks if unasked else 0
-        """Chunks that the sender sends by itself and that are not here."""
         self._expected = list(range(streams)) if unasked else []
         """Per stream the next chunk that comes by itself."""
         self._state = bytearray([_COMING if unasked else _MISSING]) * chunks
+        """One byte a chunk."""
+        self._coming = self._state.count(_COMING)
+        """Chunks that the sender sends by itself and that are not here."""
         self._window = 1
         self._wait_s = REPAIR_S
         self._moved_at = now

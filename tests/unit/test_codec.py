@@ -100,6 +100,11 @@ def refused(fragment: Fragment, codec: CodecName, payload: bytes) -> ErrorCode:
     return caught.value.code
 
 
+def test_every_name_has_an_entry_of_that_name() -> None:
+    assert tuple(BY_NAME) == get_args(CodecName)
+    assert all(entry.name == name for name, entry in BY_NAME.items())
+
+
 # The stored bits.
 
 
