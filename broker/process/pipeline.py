@@ -415,22 +415,25 @@ def _refusal(
     if isinstance(error, MemoryError):
         return fault(
             "the model does not fit into the broker's memory",
-            "about 20 bytes of memory for each parameter",
-            f"{sum(math.prod(each.shape) for each in layout.entries)} parameters",
-            "run the broker on a larger machine, or train a smaller model", ErrorCode.TOO_LARGE,
-        )  # fmt: skip
+            expected="about 20 bytes of memory for each parameter",
+            got=f"{sum(math.prod(each.shape) for each in layout.entries)} parameters",
+            remedy="run the broker on a larger machine, or train a smaller model",
+            code=ErrorCode.TOO_LARGE,
+        )
     if error.code is ErrorCode.NOT_FINITE:  # Asked again, its learner would send the same.
         return fault(
             "version 0",
-            error.expected,
-            error.got,
-            "start it with parameters that are finite",
-            ErrorCode.NOT_FINITE_SEED,
+            expected=error.expected,
+            got=error.got,
+            remedy="start it with parameters that are finite",
+            code=ErrorCode.NOT_FINITE_SEED,
         )
     code = error.code
     if code is ErrorCode.CONFIG:  # It fits neither the settings nor the initial file.
         code = ErrorCode.LAYOUT_DIFFERS
-    return fault(error.message, error.expected, error.got, error.remedy, code)
+    return fault(
+        error.message, expected=error.expected, got=error.got, remedy=error.remedy, code=code
+    )
 
 
 def result_of(result: Any) -> Any:

@@ -301,9 +301,9 @@ class BrokerSockets:
                 key = str(frames[-1].get("User-Id"))
                 site = self.door.site(key)
             self._connections[socket].heard(descriptor, key)
-            if not is_too_long:
-                yield Received(descriptor, key, site, frames)
-            elif self.door is not None:
+            # What is left of a message that is too long is refused, as any of another number.
+            yield Received(descriptor, key, site, frames)
+            if is_too_long and self.door is not None:
                 why = f"it sent a message of more than {FRAMES_MAX} frames"
                 self._keep_out(self.door, key, why)
 

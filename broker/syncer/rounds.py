@@ -237,10 +237,10 @@ class Rounds:
         )
         refusal = fault(
             f"the merge of fragment {due.fragment} failed",
-            "finite sums",
-            str(error)[:200],
-            "the steps stay in your parameters and travel with the next push",
-            ErrorCode.MERGE_FAILED,
+            expected="finite sums",
+            got=str(error)[:200],
+            remedy="the steps stay in your parameters and travel with the next push",
+            code=ErrorCode.MERGE_FAILED,
         )
         for push in refused:
             self.state.effects.append(ev.Drop(due.fragment, push.incarnation, push.push_id))

@@ -211,7 +211,8 @@ def test_a_failed_merge_is_refused_and_its_learner_may_push_again(
     assert a.version == 1 and a.outcomes == [((a.incarnation, 2),)]
 
 
-def test_a_push_with_which_no_sum_is_finite_keeps_nobody_else_out(house: House) -> None:
+def test_a_push_with_which_no_sum_is_finite_keeps_nobody_else_out(tmp_path: Path) -> None:
+    house = House(tmp_path / "state", {"merge.outer_lr": 4.0})
     a, huge = begun(house, "site-a", "site-b")
     huge.push(2.0**100, tokens=1 << 40)
     a.push()
