@@ -114,9 +114,8 @@ def site(tmp_path: Path) -> Generator[Any]:
     """The folder, ports and processes of one acceptance test."""
     from acceptance.kit import Site
 
-    site = Site(tmp_path)
-    yield site
-    site.close()
+    with Site(tmp_path) as site:
+        yield site
 
 
 @pytest.fixture(autouse=True)

@@ -85,7 +85,7 @@ class Peer:
             made.setsockopt(zmq.CURVE_SECRETKEY, self.curve.secret.encode())
         if subscription is not None:
             made.setsockopt(zmq.SUBSCRIBE, subscription)
-        made.connect(f"tcp://127.0.0.1:{self.site.ports.first + offset}")
+        made.connect(f"tcp://127.0.0.1:{self.site.port + offset}")
         return made
 
     def tell(self, **fields: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import pytest
 import zmq
 import zstandard
-from acceptance.kit import Site, wait_until
+from acceptance.kit import Site, resident_bytes
 from acceptance.peer import (
     ENVELOPE,
     Peer,
@@ -27,6 +27,8 @@ from acceptance.peer import (
     refusals,
     throw,
 )
+
+from narrows.bench.kit.processes import wait_until
 
 ELEMENTS: Final = 48 * 49
 MEMORY_BYTES_MAX: Final = 200 << 20
@@ -155,15 +157,12 @@ def test_hostile_bytes_at_each_port_are_refused_by_name(site: Site) -> None:
     site.learner("good")
     site.contribute("good", count=2)
 
-    def memory_bytes() -> int:
-        return int(broker.ps.memory_info().rss)
-
     for offset, (kind, frame_bytes) in enumerate(PORTS):
         part = framed(bytes(frame_bytes), b"")[: 9 + frame_bytes]  # Another one follows.
-        throw(site.ports.first + offset, [part * (UNFINISHED_BYTES // len(part))], kind)
-    memory_bytes_max = memory_bytes() + MEMORY_BYTES_MAX
+        throw(site.port + offset, [part * (UNFINISHED_BYTES // len(part))], kind)
+    memory_bytes_max = resident_bytes(broker) + MEMORY_BYTES_MAX
     for offset, (kind, _) in enumerate(PORTS):
-        port = site.ports.first + offset
+        port = site.port + offset
         throw(port, NO_HANDSHAKES)
         throw(port, NO_FRAMES, kind)
         for repeat in (1, 3, 30):
@@ -214,9 +213,9 @@ def test_hostile_bytes_at_each_port_are_refused_by_name(site: Site) -> None:
             listener.send(text)
         site.contribute("good", count=4)
     site.check_copies("good")
-    assert {name for one in site.merged() for name in one["contributors"]} == {"good"}
+    assert site.contributors() == {"good"}
     assert "Traceback" not in broker.log
-    wait_until(lambda: memory_bytes() < memory_bytes_max, "memory to be freed", broker)
+    wait_until(lambda: resident_bytes(broker) < memory_bytes_max, "memory to be freed", broker)
 
 
 FRAMES_PER_PEER: Final = 200
@@ -265,7 +264,7 @@ def test_random_frames_harm_nobody(site: Site, pytestconfig: pytest.Config) -> N
                 listener.send(rng.choice([b"", b"\0", b"\0p/00", b"\2", b"p/00", b"\0" + noise[0]]))
             mallory.tell(**ASK_STATUS)
             mallory.hear("status")  # All before it was read.
-        memory_bytes.append(broker.ps.memory_info().rss)
+        memory_bytes.append(resident_bytes(broker))
     site.contribute("good", count=4)
     site.check_copies("good")
     print(f"{FRAMES_PER_PEER * len(memory_bytes)} random messages at each port")

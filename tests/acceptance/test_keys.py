@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import zmq
-from acceptance.kit import Child, Site, wait_until
+from acceptance.kit import Site
 from acceptance.peer import Curve, Peer, fingerprint_of, refusals
+
+from narrows.bench.kit.processes import Child, wait_until
 
 README = Path(__file__).parents[2] / "README.md"
 TWO_SITES = README.parent / "docs" / "two-sites.md"
@@ -197,5 +199,5 @@ def test_strangers_stay_out_and_a_key_speaks_and_hears_for_its_own_site_only(sit
                 one.recv_multipart()
         site.contribute("site-a", count=4)
         assert not listener.poll(0) and not member.control.poll(0)
-    assert {name for one in site.merged() for name in one["contributors"]} == {"site-a"}
+    assert site.contributors() == {"site-a"}
     site.check_copies("site-a")

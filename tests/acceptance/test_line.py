@@ -16,15 +16,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, Literal, NamedTuple, Self, get_args
 
-from acceptance.kit import LOSSLESS, Site, wait_until
+from acceptance.kit import LOSSLESS, OTHER_LOOPBACK, Site
 from acceptance.test_keys import Keys
+
+from narrows.bench.kit.processes import LOOPBACK, wait_until
 
 Direction = Literal["up", "down"]
 
 CONTROL, PUSHES, PUBLICATIONS = range(3)
 """The ports, counted from the broker's first."""
 
-HOST, TARGET = "127.0.0.2", "127.0.0.1"
 LINGER_0: Final = struct.pack("ii", 1, 0)
 """Socket option: closing sends a reset."""
 
@@ -79,7 +80,7 @@ class Proxy:
 
     def __init__(self, first: int) -> None:
         """Raises OSError if one of the ports is taken."""
-        self.address = f"tcp://{HOST}:{first}"
+        self.address = f"tcp://{OTHER_LOOPBACK}:{first}"
         self.cuts = 0
         """Connections that `cut_after` has reset."""
         self.alters: set[tuple[int, Direction]] = set()
@@ -91,7 +92,7 @@ class Proxy:
         self._flows = threading.Event()
         self._ends: list[socket.socket] = []
         for port in range(3):
-            server = socket.create_server((HOST, first + port))
+            server = socket.create_server((OTHER_LOOPBACK, first + port))
             self._ends.append(server)
             self._start(self._accept, port, first + port, server)
 
@@ -123,7 +124,7 @@ class Proxy:
         with suppress(OSError):  # The block is left, or the broker is not there.
             while True:
                 learner, _ = server.accept()
-                broker = socket.create_connection((TARGET, number))
+                broker = socket.create_connection((LOOPBACK, number))
                 self._ends += [learner, broker]
                 self._start(self._carry, port, "up", learner, broker)
                 self._start(self._carry, port, "down", broker, learner)
@@ -161,7 +162,7 @@ class Proxy:
 
 def test_resets_and_a_black_hole_cost_no_bit(site: Site) -> None:
     broker = site.broker(*LOSSLESS)
-    with Proxy(site.ports.first) as proxy:
+    with Proxy(site.port) as proxy:
         a = site.learner("a", seed=1, width=96)
         b = site.learner("b", seed=2, width=96, broker=proxy.address)
 
@@ -177,9 +178,9 @@ def test_resets_and_a_black_hole_cost_no_bit(site: Site) -> None:
         assert proxy.cuts == len(CUTS)
 
         proxy.hold()
-        before = len(site.merged())
+        before = len(site.merges())
         wait_until(
-            lambda: any(len(event["live"]) == 1 for event in site.merged()[before:]),
+            lambda: any(len(event["live"]) == 1 for event in site.merges()[before:]),
             "the run to go on without b", broker, a, b,
         )  # fmt: skip
         site.contribute("a", count=2)
@@ -197,7 +198,7 @@ def test_an_altered_byte_shuts_nobody_out(site: Site) -> None:
     for name in ("a", "b"):
         keys.make(f"{name}.key", name, is_admitted=True)
     broker = site.broker(keys="keys")
-    with Proxy(site.ports.first) as proxy:
+    with Proxy(site.port) as proxy:
         a = site.learner("a", seed=1, key=str(site.folder / "a.key"))
         b = site.learner("b", seed=2, key=str(site.folder / "b.key"), broker=proxy.address)
         site.contribute("b", count=2)
@@ -237,7 +238,7 @@ def check_rate(passed: Sequence[Passage], direction: Direction) -> None:
 
 def test_a_line_carries_its_budget_and_no_more(site: Site) -> None:
     broker = site.broker("wan.up=4Mbit/s", "wan.down=4Mbit/s", *LOSSLESS)
-    with Proxy(site.ports.first) as proxy:
+    with Proxy(site.port) as proxy:
         learner = site.learner("a", width=240, broker=proxy.address)
         site.merge(1)
         busy = len(proxy.passed)

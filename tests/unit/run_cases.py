@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import socketserver
 import threading
 import time
@@ -13,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from acceptance.kit import WAIT_S
 from torch import nn
 
+from narrows.bench.kit.processes import WAIT_S, EventReader
 from narrows.broker.config import load_broker
 from narrows.broker.process.service import Service
 from narrows.learner import Learner
@@ -28,7 +27,6 @@ class Broker:
     """A broker that serves a state directory on loopback."""
 
     def __init__(self, folder: Path, settings: dict[str, object]) -> None:
-        self.folder = folder
         flags = {
             "fragments.count": 2,
             "fragments.sync_period_steps": 4,
@@ -36,7 +34,8 @@ class Broker:
             "broker.state_dir": str(folder / "state"),
             "broker.listen": "tcp://127.0.0.1:0",
         }
-        self.service = Service(load_broker(None, flags | settings), events=folder / "broker.jsonl")
+        self._events = EventReader(folder / "broker.jsonl")
+        self.service = Service(load_broker(None, flags | settings), events=self._events.path)
         self.address = self.service.link.listens_on
         self._thread = threading.Thread(target=self.service.run)
         self._thread.start()
@@ -53,9 +52,7 @@ class Broker:
 
     def events(self, event: str) -> list[dict[str, Any]]:
         """Lines of its events file of one kind."""
-        path = self.folder / "broker.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        return [line for line in lines if line["event"] == event]
+        return self._events.events(event)
 
 
 @contextmanager

@@ -18,12 +18,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 import zmq
-from acceptance.kit import WAIT_S, wait_until
 from learner_cases import House, begun
 from run_cases import broker, stranger, tiny, train
 from safetensors import safe_open
 
 from narrows import __main__ as command
+from narrows.bench.kit.processes import WAIT_S, wait_until
 from narrows.broker.cli import keys, status
 from narrows.broker.cli.plan import payload_bits, plan
 from narrows.broker.cli.relay import REDIAL_S, _Upstream

@@ -14,10 +14,10 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from acceptance.kit import WAIT_S
 from learner_cases import LAYOUT, HandLearner, House, begun
 from safetensors.numpy import save_file
 
+from narrows.bench.kit.processes import WAIT_S
 from narrows.broker.config import load_broker
 from narrows.broker.process import downlink, pipeline
 from narrows.broker.process.downlink import SPARE_CONNECTIONS, Connection

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from acceptance.kit import wait_until
 from msgspec.structs import replace
 from run_cases import Broker, broker, stranger, tiny, train
 from torch import nn
 
+from narrows.bench.kit.processes import wait_until
 from narrows.learner import (
     BrokerUnreachable,
     ConfigError,
