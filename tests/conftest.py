@@ -118,6 +118,22 @@ def site(tmp_path: Path) -> Generator[Any]:
         yield site
 
 
+@pytest.fixture
+def narrows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Generator[Any]:
+    """The command line in an empty folder, without variables of the user's environment."""
+    from cli_cases import Narrows
+
+    from narrows.broker.process.service import log
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("NARROWS_BROKER", "NARROWS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    yield Narrows(capsys, monkeypatch)
+    log.filters.clear()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Generator[None]:
     """Fails a test that leaves a process or a network namespace behind."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import resource
 import signal
 import socket
 import sys
@@ -31,7 +30,6 @@ from narrows.learner import ErrorCode, NarrowsError
 WAIT_S: Final = 30.0
 """Longest wait, unless a caller allows more."""
 LOOK_S: Final = 0.02
-TAIL_LINES: Final = 25
 LOOPBACK: Final = "127.0.0.1"
 
 _forks = get_context("forkserver")
@@ -54,9 +52,8 @@ class Child:
 
     @property
     def pid(self) -> int:
-        pid = self.process.pid
-        assert pid is not None
-        return pid
+        assert self.process.pid is not None
+        return self.process.pid
 
     @property
     def exitcode(self) -> int | None:
@@ -67,11 +64,6 @@ class Child:
     def log(self) -> str:
         """What it has printed so far."""
         return self.log_file.read_bytes()[self.log_start :].decode(errors="replace")
-
-    def tail(self) -> str:
-        """Its name, its exit code, and what it printed last."""
-        lines = self.log.splitlines()[-TAIL_LINES:]
-        return "\n".join([f"--- {self.name}, exit code {self.exitcode}", *lines])
 
     def signal(self, number: int) -> None:
         """Sends a signal to it."""
@@ -314,9 +306,7 @@ def _begin(
     os.dup2(file, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    # A process that gets SIGABRT prints where its threads stand, and leaves no core.
-    faulthandler.enable()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.enable()  # A process that gets SIGABRT prints where its threads stand.
     os.environ.update(environment)
     target(*given, **more)
 

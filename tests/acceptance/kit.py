@@ -17,7 +17,6 @@ import resource
 import shlex
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +32,10 @@ OTHER_LOOPBACK: Final = "127.0.0.2"
 
 LOSSLESS: Final = ("codec.push=f32-blosc2", "codec.publish=f32-blosc2")
 """Settings for a run whose messages have the same size whatever they say, and lose no bit."""
+
+
+TAIL: Final = 4000
+"""Characters that a failed test shows of each process."""
 
 
 class Site(Processes):
@@ -151,28 +154,19 @@ class Site(Processes):
         """Kills what still runs, which prints where its threads stand before. A test that fails
         shows what this prints."""
         for child in self.children:
+            if child.exitcode is None:
+                print(f"--- {child.name} still runs")
+                child.signal(signal.SIGCONT)
+                child.signal(signal.SIGABRT)
+                child.process.join(5.0)
             if child.name != "tell" or child.exitcode != 0:
-                print(child.tail())
-            said = len(child.log)
-            abort(child)
-            print(child.log[said:], end="")
+                print(f"--- {child.name}, exit code {child.exitcode}", child.log[-TAIL:], sep="\n")
         super().close()
 
 
 def versioned(event: dict[str, Any]) -> tuple[int, int, str]:
     """Fragment, version and digest of a merge or an adoption."""
     return event["fragment"], event["version"], event["digest"]
-
-
-def abort(child: Child) -> None:
-    """Has a process and its children print their stacks and end, if it lives."""
-    if child.exitcode is None:
-        process = psutil.Process(child.pid)
-        for each in (*process.children(recursive=True), process):
-            with suppress(psutil.NoSuchProcess):
-                each.resume()
-                each.send_signal(signal.SIGABRT)
-        child.process.join(5.0)
 
 
 def limit_files(child: Child, size: int) -> None:

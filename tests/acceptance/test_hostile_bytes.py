@@ -139,7 +139,8 @@ SILENT: Final[list[dict[str, Any]]] = [
 
 def payloads(elements: int) -> dict[str, tuple[bytes, str]]:
     """Wrong payloads (int4-zstd) of all elements of that fragment, which has two pieces."""
-    scales, right = b"\x80\x3e" * 2, zstandard.compress(bytes(-(-elements // 2)), 1)
+    scales = b"\x80\x3e" * 2
+    right = zstandard.compress(bytes(-(-elements // 2)), 1)
     return {
         "cut": (scales + right[:-1], "bad_payload"),
         "much longer": (scales + right + bytes(4096), "too_large"),
@@ -245,7 +246,9 @@ def test_random_frames_harm_nobody(site: Site, pytestconfig: pytest.Config) -> N
     broker = site.broker("fragments.count=1")
     site.learner("good")
     site.contribute("good", count=2)
-    rng, fingerprint, memory_bytes = random.Random(3), fingerprint_of(site), list[int]()
+    rng = random.Random(3)
+    fingerprint = fingerprint_of(site)
+    memory_bytes: list[int] = []
     ends_at = time.monotonic() + 60 * float(pytestconfig.getoption("--minutes"))
     while time.monotonic() < ends_at or len(memory_bytes) < 2:
         with Peer(site, f"mallory-{len(memory_bytes)}", fingerprint) as mallory:

@@ -68,7 +68,7 @@ def test_a_site_joins_by_typing_what_stands_there_is_cut_off_and_comes_back(site
     _, _, *by_page, status = (
         typed(line, site.address) for line in TYPED.findall(TWO_SITES.read_text())
     )
-    here, there, data = site.folder / "here", site.folder / "there", site.folder / "data"
+    here, there, data = (site.folder / name for name in ("here", "there", "data"))
     for folder in (here, there, data):
         folder.mkdir()
     for n in range(40):

@@ -21,7 +21,10 @@ SLOW = ("slow-a", "slow-b", "slow-c")
 SHARE = 0.9
 """Part of its own tokens that each learner has merged. The rest is on its way: about two steps."""
 
-WIDTH, INNER_LR, INNER_STEPS, ROUNDS = 24, 0.1, 5, 3
+WIDTH = 24
+INNER_LR = 0.1
+INNER_STEPS = 5
+ROUNDS = 3
 ROUNDING = 3e-6
 """Most that a parameter may be off: learners and broker compute in float32, the test in float64."""
 
@@ -70,7 +73,8 @@ def test_diloco_mode_is_classic_diloco(
 
 
 def test_at_the_goal_everybody_leaves_with_the_final_model(site: Site) -> None:
-    goal, seeds = 15_000, {"a": 1, "b": 2}
+    goal = 15_000
+    seeds = {"a": 1, "b": 2}
     settings = ("run.learners_at_start=2", "fragments.sync_period_steps=20")
     broker = site.broker(*settings, goal_tokens=goal)
     children = [site.learner(name, seed=s, leave_timeout_s=None) for name, s in seeds.items()]
@@ -91,9 +95,9 @@ def test_at_the_goal_everybody_leaves_with_the_final_model(site: Site) -> None:
     # or two may have nothing to merge. Without last rounds at most one is still under way.
     assert len({one["fragment"] for one in site.merges() if one["run_tokens"] >= goal}) >= 2
     # The export has the global model, which no learner holds before it is coded.
-    start, final = start_model(48).weight.detach(), site.saved("a")["weight"]
     exported = site.export()["weight"]
-    behind, way = ((each - exported).square().mean().sqrt() for each in (final, start))
+    way = torch.dist(start_model(48).weight.detach(), exported)
+    behind = torch.dist(site.saved("a")["weight"], exported)
     assert 0 < behind < 0.25 * way, f"{behind:.3f} of {way:.3f}"
 
 
@@ -112,7 +116,8 @@ def test_slow_and_late_learners_beside_a_fast_one_have_their_work_merged(site: S
     assert len(shares) == 5 and min(shares.values()) >= SHARE, shares
     site.contribute(*SLOW, "late", count=3)
     broker.stop()
-    rounds, ended = site.merges(), site.final()
+    rounds = site.merges()
+    ended = site.final()
     assert not any("late" in one["contributors"] for one in rounds[:before])
     # The clock counts what was merged, no more and no less.
     merged = sum(one["merged_tokens"] for one in ended["learners"].values())

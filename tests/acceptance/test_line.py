@@ -138,14 +138,14 @@ class Proxy:
             while data := source.recv(1 << 16):
                 self._flows.wait()
                 allowed = self._fuses.get(key, 1 << 62) - self._carried[key]
-                whole, data = len(data), data[: max(0, allowed)]
-                if data and key in self.alters:
+                passes = data[: max(0, allowed)]
+                if passes and key in self.alters:
                     self.alters.remove(key)
-                    data = data[:-1] + bytes([data[-1] ^ 1])
-                sink.sendall(data)
-                self._carried[key] += len(data)
-                self.passed.append(Passage(time.monotonic(), direction, len(data)))
-                if len(data) < whole:
+                    passes = passes[:-1] + bytes([passes[-1] ^ 1])
+                sink.sendall(passes)
+                self._carried[key] += len(passes)
+                self.passed.append(Passage(time.monotonic(), direction, len(passes)))
+                if len(passes) < len(data):
                     self._fuses.pop(key, None)
                     self.cuts += 1
                     break
@@ -231,7 +231,8 @@ def check_rate(passed: Sequence[Passage], direction: Direction) -> None:
     last_s = passed[0].at_s
     for one in passed:
         surplus = max(0.0, surplus - (one.at_s - last_s) * RATE_BYTES_S)
-        surplus, last_s = surplus + wire_bytes(one, direction), one.at_s
+        surplus += wire_bytes(one, direction)
+        last_s = one.at_s
         highest = max(highest, surplus)
     assert highest <= LATE_S * RATE_BYTES_S, f"{direction}: {highest:,.0f} bytes too many"
 
@@ -245,9 +246,9 @@ def test_a_line_carries_its_budget_and_no_more(site: Site) -> None:
         site.merge(ROUNDS)
         learner.kill()
         broker.stop()
-    passed, steady = proxy.passed, proxy.passed[busy:]
+    steady = proxy.passed[busy:]
     for direction in get_args(Direction):
-        check_rate(passed, direction)
+        check_rate(proxy.passed, direction)
         size = sum(wire_bytes(one, direction) for one in steady)
         mean = size / (steady[-1].at_s - steady[0].at_s)
         assert 0.7 <= mean / RATE_BYTES_S <= MEAN_MAX, f"{direction}: {mean:,.0f} bytes/s"

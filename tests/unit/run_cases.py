@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from narrows.bench.kit.processes import WAIT_S, EventReader
 from narrows.broker.config import load_broker
 from narrows.broker.process.service import Service
 from narrows.learner import Learner
+from narrows.proto.keys import AllowList, SiteKey, create_broker_key, new_pair, write_site_key
 
 STEP = threading.Event()
 """Never set."""
@@ -34,8 +34,9 @@ class Broker:
             "broker.state_dir": str(folder / "state"),
             "broker.listen": "tcp://127.0.0.1:0",
         }
-        self._events = EventReader(folder / "broker.jsonl")
-        self.service = Service(load_broker(None, flags | settings), events=self._events.path)
+        reader = EventReader(folder / "broker.jsonl")
+        self.events = reader.events
+        self.service = Service(load_broker(None, flags | settings), events=reader.path)
         self.address = self.service.link.listens_on
         self._thread = threading.Thread(target=self.service.run)
         self._thread.start()
@@ -50,10 +51,6 @@ class Broker:
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive(), "the broker does not end"
 
-    def events(self, event: str) -> list[dict[str, Any]]:
-        """Lines of its events file of one kind."""
-        return self._events.events(event)
-
 
 @contextmanager
 def broker(folder: Path, **settings: object) -> Iterator[Broker]:
@@ -63,6 +60,17 @@ def broker(folder: Path, **settings: object) -> Iterator[Broker]:
         yield made
     finally:
         made.stop()
+
+
+def admitted(folder: Path, *more: str) -> Path:
+    """The key file of site-a, which trusts these keys and that of the broker with FOLDER/keys, and
+    is admitted there."""
+    keys = folder / "keys"
+    pair = new_pair()
+    file = folder / "site-a.key"
+    write_site_key(file, SiteKey("site-a", pair, (*more, create_broker_key(keys).public)))
+    AllowList.allow(keys, "site-a", pair.public)
+    return file
 
 
 @contextmanager
@@ -78,7 +86,8 @@ def stranger(says: bytes | None) -> Iterator[str]:
                 if says.startswith(b"SSH"):
                     self.request.sendall(says)
                 while asked := self.request.recv(4096):
-                    self.request.sendall(says if b"\r\n\r\n" in asked else b"")
+                    if b"\r\n\r\n" in asked:
+                        self.request.sendall(says)
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Talk) as server:
         server.daemon_threads = True
