@@ -11,6 +11,8 @@ from narrows.proto.errors import ConfigError
 
 
 def test_a_codec_is_worth_its_bits() -> None:
+    """Holds `codec.measure`."""
+
     def row(data: str, name: str, rho: float | None) -> rows.Row:
         return codec.measure(codec.Cell(data, name, rho, 1 << 16))
 
@@ -24,6 +26,7 @@ def test_a_codec_is_worth_its_bits() -> None:
 
 
 def test_a_slice_that_leaves_and_returns_stalls_its_job_twice() -> None:
+    """Holds `goodput.elastic`."""
     course = goodput.elastic(np.array([[100.0, 200.0], [110.0, 250.0]]), slices=10)
     # Both are taken in at 380 s; the second failure falls into the stall of the first.
     trained_s = 1000 - 2 * goodput.RECONFIGURE_S
@@ -37,6 +40,7 @@ def test_a_slice_that_leaves_and_returns_stalls_its_job_twice() -> None:
 
 
 def test_a_restarted_job_repeats_what_its_checkpoint_lacks() -> None:
+    """Holds `goodput.data_parallel`."""
     at_s = 1000.0 + goodput.CHECKPOINT_S + 7.0
     course = goodput.data_parallel(np.array([[1000.0, 1.0], [1010.0, 1.0], [at_s + 52.0, 1.0]]))
     lost_s = 2 * goodput.RESTART_S + 7.0
@@ -45,12 +49,14 @@ def test_a_restarted_job_repeats_what_its_checkpoint_lacks() -> None:
 
 @pytest.mark.parametrize(("method", "percent"), [("data parallel", 27), ("elastic", 58)])
 def test_fitted_costs_give_the_published_cells(method: str, percent: int) -> None:
+    """Holds `goodput.measure`."""
     row = goodput.measure(goodput.Cell(method, 1, 1_200_000, days=2.0, steps=0))
     assert row["published_percent"] == percent
     assert row["model_percent"] == pytest.approx(percent, abs=2.5)
 
 
 def test_hosts_merge_what_the_course_lets_them_train() -> None:
+    """Holds `goodput.measure`."""
     cell = goodput.Cell("decoupled", 4, 1_200_000, days=0.1, steps=60)
     row = goodput.measure(cell)
     assert 0.5 * row["made_percent"] < row["merged_percent"] <= 1.2 * row["made_percent"] < 120, row
@@ -60,6 +66,7 @@ def test_hosts_merge_what_the_course_lets_them_train() -> None:
 
 
 def test_excess_is_told_with_an_interval_of_its_pairs() -> None:
+    """Holds `quality.compared`."""
     row = quality.compared([1.01, 2.06], [1.0, 2.0])
     assert row["excess_percent"] == pytest.approx(2.0)
     half = 12.706 * 2**0.5 / 2**0.5  # Standard deviation of 1% and 3%, over two pairs.
@@ -71,6 +78,7 @@ def test_excess_is_told_with_an_interval_of_its_pairs() -> None:
 
 
 def test_a_seed_decides_the_loss_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holds `trained.train`."""
     monkeypatch.setattr(trained, "AWAY_PERIOD_S", 30.0)
     cell = quality.Cell("1:1", dead="each", steps=40)
     loss, contributors = trained.train(cell, 1)

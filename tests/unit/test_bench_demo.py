@@ -65,6 +65,7 @@ def story() -> Story:
 def test_the_victim_dies_returns_and_contributes(
     story: Story, course: list[tuple[dict[str, Any], float, str | None, str]]
 ) -> None:
+    """Holds `Story.hear`."""
     for said, now, command, told in course:
         assert story.hear(said, now) == command
         assert re.fullmatch(told, story.tell())
@@ -79,6 +80,7 @@ def test_a_sparkline_shows_the_course() -> None:
 
 @pytest.mark.parametrize("is_live", [True, False])
 def test_sixty_columns_tell_the_story(story: Story, is_live: bool) -> None:
+    """Holds `View.update`."""
     console = Console(file=io.StringIO(), width=60, record=True, force_terminal=is_live)
     view = View(console, story, is_live=is_live)
     with view.shown:
@@ -96,6 +98,7 @@ def test_sixty_columns_tell_the_story(story: Story, is_live: bool) -> None:
 
 @pytest.mark.parametrize("kept, step", [(None, "narrows demo --keep"), (Path("x"), "journal show")])
 def test_the_results_fit_into_60_columns(kept: Path | None, step: str) -> None:
+    """Holds `report`."""
     console = Console(file=io.StringIO(), width=60, record=True)
     row = json.loads(MEASURED.read_text())["rows"][0]
     console.print(report(row, kept))
@@ -106,6 +109,7 @@ def test_the_results_fit_into_60_columns(kept: Path | None, step: str) -> None:
 
 
 def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
+    """Holds `demo`."""
     with pytest.raises(ConfigError, match="expected 2 to 26 learners, 1 step or more, got 1 and"):
         demo(learners=1)
     with pytest.raises(ConfigError, match=r"exists.*new folder"):

@@ -36,6 +36,7 @@ def measure(path: Path, *numbers: int) -> None:
 
 
 def test_cells_become_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Holds `rows.bench`."""
     measure(tmp_path / "new" / "rows.json", 1, 2)
     said = json.loads((tmp_path / "new" / "rows.json").read_text())
     made = [{"number": n, "half": n / 2, "rest": None} for n in (1, 2)]
@@ -46,6 +47,7 @@ def test_cells_become_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_what_was_measured_before_an_error_is_kept(tmp_path: Path) -> None:
+    """Holds `rows.bench`."""
     path = tmp_path / "rows.json"
     with pytest.raises(NarrowsError, match="a process has died"):
         measure(path, 1, 13, 2)
@@ -53,6 +55,7 @@ def test_what_was_measured_before_an_error_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_fullest_second_is_found_wherever_it_is() -> None:
+    """Holds `peak_bits_per_s`."""
     rates = [100] * 10 + [0] * 4 + [300] * 10 + [50] * 10
     samples = [Sample(0.0, 0, 0)]
     up = 0
@@ -65,11 +68,13 @@ def test_the_fullest_second_is_found_wherever_it_is() -> None:
 
 @pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` to refuse anything")
 def test_a_line_that_cannot_be_built_says_what_it_takes() -> None:
+    """Holds `ip`."""
     with pytest.raises(NarrowsError, match=r"expected ip no-such-thing, got .*run it as root"):
         ip("no-such-thing")
 
 
 def test_half_a_line_of_events_waits_for_its_rest(tmp_path: Path) -> None:
+    """Holds `EventReader.events`."""
     with Run(folder=tmp_path) as run:
         assert run.merges() == []
         with (tmp_path / "broker.jsonl").open("ab", buffering=0) as file:
@@ -81,6 +86,7 @@ def test_half_a_line_of_events_waits_for_its_rest(tmp_path: Path) -> None:
 
 @pytest.mark.real
 def test_a_run_says_which_process_has_died_and_why() -> None:
+    """Holds `Child.failure`."""
     with Run() as run, pytest.raises(NarrowsError, match=r"broker .*to serve.*fragments\.count"):
         run.broker({"fragments.count": 0})
 
@@ -95,6 +101,7 @@ def test_every_bench_has_a_command_and_help(name: str, capsys: pytest.CaptureFix
 def test_all_goes_on_after_a_bench_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Holds `run_all`."""
     monkeypatch.setattr(cli, "BENCHES", {"loop": "", "codec": ""})
     error = NarrowsError(ErrorCode.UNFINISHED, "the broker has died")
     monkeypatch.setattr(loop, "measure", Mock(side_effect=error))

@@ -26,6 +26,7 @@ def counting(train: int) -> Text:
 
 
 def test_a_file_is_on_the_side_of_its_name(tmp_path: Path) -> None:
+    """Holds `load_text`."""
     for index in range(60):
         (tmp_path / f"{index}.txt").write_bytes(bytes([index]) * SIDE_BYTES_MIN)
     (tmp_path / "image.png").write_bytes(b"\xff" * 4096)
@@ -39,6 +40,7 @@ def test_a_file_is_on_the_side_of_its_name(tmp_path: Path) -> None:
 
 
 def test_one_long_file_has_both_sides(tmp_path: Path) -> None:
+    """Holds `load_text`."""
     whole = b"".join(bytes([index]) * SECTION_BYTES for index in range(40))
     (tmp_path / "book.txt").write_bytes(whole)
     text = load_text(tmp_path)
@@ -46,6 +48,7 @@ def test_one_long_file_has_both_sides(tmp_path: Path) -> None:
 
 
 def test_too_little_text_is_told(tmp_path: Path) -> None:
+    """Holds `load_text`."""
     (tmp_path / "notes.txt").write_text("few words")
     with pytest.raises(ConfigError, match=r"too little text in .*expected .* got .* in 1 files"):
         load_text(tmp_path)
@@ -54,6 +57,8 @@ def test_too_little_text_is_told(tmp_path: Path) -> None:
 
 
 def test_batches_cover_the_text_once_a_pass() -> None:
+    """Holds `Text.tokens`."""
+
     def batches(order: str, count: int, skip: int = 0) -> list[list[int]]:
         source = counting(81).tokens(batch=2, context=10, order=order, skip=skip)
         taken = list(islice(source, count))
@@ -74,6 +79,7 @@ def test_validation_windows_are_spread_over_the_text() -> None:
 
 
 def test_the_model_learns_and_does_not_look_ahead() -> None:
+    """Holds `GPT`."""
     model = GPT(PRESETS["nano"])
     text = load_text()
     assert len(text.train) > 3e6 and 5e4 < len(text.validation) < len(text.train) / 10
@@ -97,6 +103,7 @@ def test_the_model_learns_and_does_not_look_ahead() -> None:
 
 
 def test_presets_have_the_sizes_that_help_tells() -> None:
+    """Holds `PRESETS`."""
     models = map(GPT, PRESETS.values())
     sizes = [sum(each.numel() for each in model.parameters()) / 1e6 for model in models]
     assert sizes == pytest.approx([0.12, 0.43, 0.82, 4.8, 25, 85], rel=0.05)
@@ -134,6 +141,7 @@ WITHOUT_PYTORCH = r"needs PyTorch.*pip install"
 def test_what_cannot_begin_says_why(
     begin: Callable[[], object], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Holds `need_torch`."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=told):
         begin()

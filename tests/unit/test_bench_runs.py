@@ -18,6 +18,7 @@ PARAMS = 4 * TENSORS * WIDTH
 
 
 def test_bits_are_counted_per_learner_and_exchange() -> None:
+    """Holds `bandwidth.bits`."""
     alone = {"elements": 1000, "contributors": "a", "pushed_bytes": 400, "published_bytes": 350}
     merge = alone | {"contributors": "ab", "pushed_bytes": 800}
     before = {"up_bytes": 5000, "down_bytes": 9000}
@@ -35,6 +36,7 @@ def test_bits_are_counted_per_learner_and_exchange() -> None:
 
 
 def test_published_figures_come_out_of_the_arithmetic() -> None:
+    """Holds `bandwidth.site_gbps`."""
     assert bandwidth.data_parallel_gbps() == pytest.approx(198, rel=0.02)
     assert bandwidth.site_gbps(4.0) == pytest.approx(0.84 * 1514 / 1448, rel=0.02)
 
@@ -61,6 +63,7 @@ def test_bandwidth_counts_frames_and_the_line() -> None:
 
 @pytest.mark.real
 def test_kills_lose_nothing_and_what_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holds `chaos.compare`."""
     compare = chaos.compare
 
     def also_spoilt(state: Path, seen: dict[str, list[dict[str, Any]]]) -> rows.Row:
@@ -77,6 +80,7 @@ def test_kills_lose_nothing_and_what_is_lost_is_found(monkeypatch: pytest.Monkey
 
 @pytest.mark.real
 def test_shares_are_measured_while_a_learner_is_away() -> None:
+    """Holds `fairness.measure`."""
     row = fairness.measure(fairness.Cell((0.005, 0.02), minutes=0.06))
     for name in ("calm", "rough"):
         # Facts of a toy may be some steps old.
@@ -91,6 +95,7 @@ def test_shares_are_measured_while_a_learner_is_away() -> None:
 
 @pytest.mark.real
 def test_promises_of_a_line_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holds `wan.measure`."""
     monkeypatch.setattr(wan, "TRANSFER_S", 0.02)  # Else first copies would take a while.
     frozen = wan.measure(wan.Cell("frozen", seconds=4.0))
     assert max(frozen["rounds_per_s"]) > 0 and frozen["longest_pause_s"] > 0, frozen
@@ -107,6 +112,7 @@ def test_promises_of_a_line_are_measured(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_system_that_is_not_there_has_a_row_that_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Holds `peers.measure`."""
     monkeypatch.setattr(peers, "ENVIRONMENTS", tmp_path)
     cell = peers.Cell("exchange", "torchft", "1Mbit/s", PARAMS, 1.0)
     row = peers.measure(cell)
@@ -118,6 +124,7 @@ def test_a_system_that_is_not_there_has_a_row_that_says_how_to_get_it(
 @pytest.mark.skipif(not available(), reason="root alone can build a line")
 @pytest.mark.parametrize("system", ["decoupled", "lockstep"])
 def test_learners_compute_and_exchange(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holds `peers.measure`."""
     monkeypatch.setattr(peers, "PUBLISHED_STEP_S", 0.004)
     row = peers.measure(peers.Cell("computing", system, "200Mbit/s", PARAMS, 0.5, 32))
     assert row["computing_percent"] > 0 and row["published_percent"] is None, row
@@ -127,6 +134,7 @@ def test_learners_compute_and_exchange(system: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.real
 @pytest.mark.skipif(not available(), reason="root alone can build a line")
 def test_other_systems_are_timed_on_a_shaped_line() -> None:
+    """Holds `peers.averaged`."""
     cell = peers.Cell("exchange", "gloo", "20Mbit/s", 1 << 18, 1.0)
     row = peers.averaged(cell, Path(sys.executable))
     assert row["exchange_s"] >= 0.9 * 16 * cell.params / 20e6, row  # All bits cross the line.

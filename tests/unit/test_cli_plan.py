@@ -40,6 +40,7 @@ def test_the_sync_period_grows_until_the_run_fits(capsys: pytest.CaptureFixture[
 
 
 def test_coarser_steps_take_fewer_bits() -> None:
+    """Holds `payload_bits`."""
     # The entropy of a rounded Gaussian is 8.69 bits in steps of 0.01 deviations, 3.06 in steps of
     # half a deviation and 2.10 in whole ones.
     for rho, bits in [(0.01, 8.69), (0.5, 3.06), (1.0, 2.10)]:

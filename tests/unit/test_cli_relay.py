@@ -27,6 +27,7 @@ from narrows.proto.sockets import Dial, Kind, make_socket
 def test_a_site_hears_each_publication_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Holds `relay`."""
     key = admitted(tmp_path)
     models = [tiny(0), tiny(1)]
     listeners: list[int] = []

@@ -80,6 +80,7 @@ HTTP = b"HTTP/1.0 400 Bad Request\r\n\r\n"
 def test_status_tells_what_listens_there_from_a_broker(
     narrows: Narrows, says: bytes | None, key: str, timeout_s: int, told: str
 ) -> None:
+    """Holds `ask_status`."""
     write_site_key(Path("a.key"), SiteKey("a", new_pair(), (new_pair().public,)))
     with stranger(says) as address:
         line = f"status {address} --timeout-s {timeout_s} {key}"
@@ -90,6 +91,7 @@ def test_status_tells_what_listens_there_from_a_broker(
 def test_an_unknown_host_is_named_at_once(
     narrows: Narrows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Holds `parse_address`."""
     unknown = socket.gaierror(socket.EAI_NONAME, "unknown")
     monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=unknown))
     for line in ("status --timeout-s 600", "relay --listen tcp://127.0.0.1:0"):
@@ -100,6 +102,7 @@ def test_an_unknown_host_is_named_at_once(
 def test_the_words_of_a_learner_are_no_markup(
     narrows: Narrows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Holds `status`."""
     learner = {
         "state": "paused: [/red]", "heard_s": 0.1, "steps_per_s": 2.0, "loss": None, "hint": "",
         "logged_tokens": 5, "merged_tokens": 4, "versions_behind": 1,

@@ -99,6 +99,7 @@ def test_the_rule_equals_its_plain_twin_and_loses_nothing(keep: float, seed: int
 
 
 def test_a_copy_that_is_taken_outright_has_the_published_bits() -> None:
+    """Holds `Island.adopt`."""
     island = Island(Parameters(Model()))
     rng = np.random.default_rng(0)
     values = rng.standard_normal(FRAGMENT.elements).astype(np.float32)
@@ -108,6 +109,7 @@ def test_a_copy_that_is_taken_outright_has_the_published_bits() -> None:
 
 
 def test_parameters_that_are_not_finite_are_not_pushed_from_a_gpu() -> None:
+    """Holds `DeviceSnapshot.encode`."""
     model = Model(device=GPU)
     island = Island(Parameters(model), on_device=True)
     old = filled(island, np.zeros(FRAGMENT.elements, np.float32))
@@ -121,6 +123,7 @@ def test_parameters_that_are_not_finite_are_not_pushed_from_a_gpu() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_the_rounding_of_parameters_does_not_travel(dtype: torch.dtype, on_device: bool) -> None:
+    """Holds `Island.snapshot`."""
     model = Model(dtype, device=DEVICE[on_device])
     island = Island(Parameters(model), on_device=on_device)
     rng = np.random.default_rng(1)

@@ -16,6 +16,7 @@ from narrows.proto.errors import ErrorCode, LocalProtocolError
 
 
 def test_gradient_accumulation_is_one_step_with_the_mean_loss_of_its_tokens() -> None:
+    """Holds `StepLog.take`."""
     log = loop.StepLog()
     log.add(1, 4.0)
     log.add(3, torch.tensor(8.0, requires_grad=True))
@@ -33,6 +34,7 @@ def test_gradient_accumulation_is_one_step_with_the_mean_loss_of_its_tokens() ->
     ],
 )  # fmt: skip
 def test_what_cannot_be_logged_names_the_remedy(tokens: Any, loss: Any, word: str) -> None:
+    """Holds `StepLog.add`."""
     with pytest.raises(LocalProtocolError, match=word) as caught:
         loop.StepLog().add(tokens, loss)
     assert caught.value.code is ErrorCode.MISUSE
@@ -57,6 +59,7 @@ class OnDevice(Tensor):
 
 
 def test_a_loss_on_a_device_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holds `StepLog.take`."""
     arrived = [False, True, True]
     event = SimpleNamespace(query=lambda: arrived.pop(0), record=lambda stream: None)
     monkeypatch.setattr(torch, "Event", lambda device: event)
@@ -71,6 +74,7 @@ def test_a_loss_on_a_device_is_never_waited_for(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_logged_loss_keeps_no_graph() -> None:
+    """Holds `StepLog.add`."""
     log = loop.StepLog()
     source = torch.tensor(1.0, requires_grad=True)
     leaf = weakref.ref(source)
@@ -92,6 +96,7 @@ class Accelerated(torch.optim.Optimizer):
 
 
 def test_optimizers_in_lists_and_wrappers() -> None:
+    """Holds `bare_optimizers`."""
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     a, b = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
     assert loop.bare_optimizers([a, b]) == [a, b]
@@ -105,6 +110,7 @@ def test_optimizers_in_lists_and_wrappers() -> None:
 
 
 def test_the_length_of_the_ramp() -> None:
+    """Holds `ramp_steps`."""
     parameters = list(nn.Linear(2, 2).parameters())
     adam = torch.optim.AdamW(parameters, betas=(0.9, 0.99))
     momentum = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)

@@ -36,6 +36,7 @@ def rules(parameters: Parameters) -> dict[str, str]:
 
 
 def test_tied_weights_travel_once_and_wrappers_leave_no_trace() -> None:
+    """Holds `unwrapped`."""
     parameters = Parameters(small())
     assert [(e.name, e.shape, e.rule) for e in parameters.layout.entries] == [
         ("gain", (1,), "mean"),
@@ -58,6 +59,7 @@ def test_tied_weights_travel_once_and_wrappers_leave_no_trace() -> None:
 
 
 def test_merge_rules() -> None:
+    """Holds `Parameters`."""
     assert rules(Parameters(small(tied=False)))["head.weight"] == "mean"
     wide = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     assert rules(Parameters(wide))["1.weight"] == "rda", "as wide as the vocabulary, and no head"
@@ -73,6 +75,7 @@ def test_merge_rules() -> None:
 
 
 def test_frozen_parameters_stay_and_are_digested() -> None:
+    """Holds `frozen_digest`."""
     model = small()
     model.hidden.requires_grad_(False)
     model.norm.bias.requires_grad_(False)
@@ -100,6 +103,7 @@ def strided() -> nn.Module:
 def test_values_are_written_in_place_rounded_and_where_the_layout_says(
     make: Callable[[], nn.Module], dtype: torch.dtype
 ) -> None:
+    """Holds `Parameters.write`."""
     model = make().to(dtype)
     parameters = Parameters(model)
     model.to(torch.float64).to(dtype)  # Other memory.
@@ -143,12 +147,14 @@ def transposed_twins() -> nn.Module:
 def test_models_that_cannot_be_exchanged_are_refused_with_a_remedy(
     make: Callable[[], nn.Module], word: str
 ) -> None:
+    """Holds `Parameters`."""
     with pytest.raises(LocalProtocolError, match=word) as caught:
         Parameters(make())
     assert caught.value.code is ErrorCode.MISUSE and caught.value.remedy
 
 
 def test_separate_parts_of_one_memory_are_fine() -> None:
+    """Holds `Parameters`."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     memory = torch.zeros(8, 4)
     for index, linear in enumerate(model):
@@ -157,6 +163,7 @@ def test_separate_parts_of_one_memory_are_fine() -> None:
 
 
 def test_saved_state_loads_strictly(tmp_path: Path) -> None:
+    """Holds `Parameters.save`."""
     model = small()
     model.set_submodule("hidden", compiled(model.hidden))
     parameters = Parameters(nn.DataParallel(model))
@@ -191,6 +198,7 @@ def test_saving_copies_only_what_shares_memory_or_lies_elsewhere(
 def test_buffers_whose_sign_torch_has_not_written_yet_are_saved_as_they_read(
     tmp_path: Path,
 ) -> None:
+    """Holds `Parameters.save`."""
     model = nn.Linear(2, 2)
     waves = torch.complex(torch.ones(3), torch.arange(3.0))
     model.register_buffer("conjugated", waves.conj())
@@ -201,6 +209,8 @@ def test_buffers_whose_sign_torch_has_not_written_yet_are_saved_as_they_read(
 
 
 def test_a_state_that_safetensors_cannot_hold_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Holds `Parameters.save`."""
+
     class Extra(nn.Linear):
         def get_extra_state(self) -> Any:
             return {"a": 1}

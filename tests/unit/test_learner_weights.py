@@ -60,6 +60,7 @@ class MasterSGD(torch.optim.SGD):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_optimizer_with_master_weights_is_named(dtype: torch.dtype) -> None:
+    """Holds `WeightWatch.stepped`."""
     model = small(dtype=dtype)
     watched = Watched(model, MasterSGD(model))
     with pytest.raises(LocalProtocolError, match=r"master weights.*torch\.autocast"):
@@ -72,6 +73,7 @@ def test_an_optimizer_with_master_weights_is_named(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_honest_optimizer_is_not_blamed(kind: Any, lr: float, dtype: torch.dtype) -> None:
+    """Holds `WeightWatch.stepped`."""
     model = small(dtype=dtype)
     watched = Watched(model, kind(model.parameters(), lr=lr))
     watched.train(lambda tensor: tensor + 0.02 * torch.randn_like(tensor), at=range(0, 30, 3))
@@ -104,6 +106,7 @@ def test_the_elements_that_are_watched_are_found_once(monkeypatch: pytest.Monkey
 
 
 def test_averaged_weights_that_are_left_in_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    """Holds `WeightWatch.before_step`."""
     watched = Watched(small())
     own = [tensor.detach().clone() for tensor in watched.model.parameters()]
     watched.step()
@@ -133,6 +136,7 @@ def test_averaged_weights_that_are_left_in_are_noticed(caplog: pytest.LogCapture
 
 
 def test_buffers_that_change_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Holds `WeightWatch.look_at_buffers`."""
     model = small()
     watched = Watched(model)
     model.cache.fill_(9)  # Not persistent.
@@ -148,6 +152,7 @@ def test_buffers_that_change_are_warned_of_once(caplog: pytest.LogCaptureFixture
 def test_parameters_that_train_and_do_not_travel_are_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Holds `WeightWatch.start`."""
     model = small()
     model.hidden.requires_grad_(False)
     watched = Watched(model)
