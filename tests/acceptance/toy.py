@@ -20,6 +20,10 @@ from torch import Tensor, nn
 from narrows.learner import BrokerUnreachable, Learner, NarrowsError, Refused
 
 
+EXIT_CODES = {Refused: 3, BrokerUnreachable: 4}
+"""Those of the command line; 1 for every other error."""
+
+
 def start_model(width: int) -> nn.Linear:
     """The model from which all toys start: width * (width + 1) parameters."""
     torch.manual_seed(7)
@@ -79,11 +83,7 @@ def learn(
         learner.save(folder / f"{name}.safetensors")
     except NarrowsError as error:
         print(f"{name}: {error}", file=sys.stderr, flush=True)
-        if isinstance(error, Refused):
-            sys.exit(3)
-        if isinstance(error, BrokerUnreachable):
-            sys.exit(4)
-        sys.exit(1)
+        sys.exit(EXIT_CODES.get(type(error), 1))
 
 
 def steps(folder: Path, name: str) -> int:
