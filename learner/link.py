@@ -33,7 +33,7 @@ from narrows.proto.keys import SiteKey, read_site_key
 from narrows.proto.messages import Header, Layout
 from narrows.proto.ports import Done
 from narrows.proto.sockets import Dial, Kind, needs_ipv6
-from narrows.proto.timing import HEARD_S, LEAVE_S
+from narrows.proto.timing import HEARD_S
 from narrows.proto.wire import asked_topic, live_topic
 from narrows.proto.workers import Workers
 
@@ -48,6 +48,8 @@ BLOCKED_S: Final = 10.0
 REDIAL_S: Final = 5.0
 """A socket that libzmq has given up makes all to be made anew, with the key file read again; so
 often at most."""
+DEAD_AGAIN_S: Final = 60.0
+"""The trouble of dead sockets for data is told again after so long: each dialling meets it."""
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 _log = logging.getLogger("narrows.learner")
@@ -88,6 +90,8 @@ class Link:
         """The end of the background thread."""
         self._is_closing = self._is_open = False
         self._dialled_at = -math.inf
+        self._told_at: dict[str, float] = {}
+        """Trouble of sockets for data -> when it was told last."""
         self._up, self._down = Stall(), Stall()
 
     # Ports of the host.
@@ -184,8 +188,6 @@ class Link:
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
             session = self._host.session
-            if not session.connected:
-                _log.warning("the broker is away: waiting up to %g s to push what is left", LEAVE_S)
             self._host.leave(time.monotonic())
             while not session.ended and time.monotonic() < until:
                 self._wait()
@@ -283,7 +285,7 @@ class Link:
             self._lock.notify_all()
         self._flush()
         if now >= self._dialled_at + REDIAL_S and self._sockets.must_redial(now):
-            self._redial()
+            self._redial(now)
 
     def _tell_blocked(self, now: float) -> None:
         """Names the direction in which data is due and none moves, once, and says when it does."""
@@ -308,8 +310,12 @@ class Link:
         while self._said:
             self._sockets.send_control(self._said.popleft())
 
-    def _redial(self) -> None:
+    def _redial(self, now: float) -> None:
         """Makes all sockets anew: keys may have been admitted or changed."""
+        for text in self._sockets.troubles(now):
+            if now >= self._told_at.get(text, -math.inf) + DEAD_AGAIN_S:
+                self._told_at[text] = now
+                _log.warning("%s", printable(text))
         if self._target.key_file is not None:
             try:
                 self._key = read_site_key(self._target.key_file)
@@ -422,12 +428,14 @@ class _Sockets:
         return is_new, self._unknown or self._control.error(now)
 
     def must_redial(self, now: float) -> bool:
-        """Whether libzmq has given a socket up, or a host did not resolve. Warns if it is one for
-        data; the session tells the rest."""
+        """Whether libzmq has given a socket up, or a host did not resolve."""
+        dials = self._control, *self._data
+        return self._unknown is not None or any(each.is_dead(now) for each in dials)
+
+    def troubles(self, now: float) -> set[str]:
+        """Why libzmq has given sockets for data up. Without control the session tells why."""
         dead = [each for each in self._data if each.is_dead(now)]
-        for text in sorted({str(each.error(now)) for each in dead}):
-            _log.warning("%s", printable(text))
-        return bool(dead or self._unknown) or self._control.is_dead(now)
+        return {str(each.error(now)) for each in dead} if self._control.connected else set()
 
     def subscribed(self, ready: set[Any]) -> bool:
         """Whether the broker listens on every stream; what is sent before is lost."""

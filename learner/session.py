@@ -574,6 +574,8 @@ class Session:
             if self._offline_too_long(now):
                 limit_s = self.settings.max_offline_s
                 event, what = "paused", f"training pauses after {limit_s:.0f} s without the broker"
+            if self._leaving_at is not None:
+                what = f"the broker is away: waits up to {timing.LEAVE_S:g} s to push what is left"
             text = f"{what}: {self.obstacle or self.refusal or 'it is not heard'}"
             if text not in self._warned_offline:
                 self._warned_offline.add(text)

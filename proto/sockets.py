@@ -261,8 +261,11 @@ class Dial:
         given: it may have closed before libzmq could see that."""
         why, remedy = "as one does that admits only those who have a key", _GIVE_KEY
         if self._key is not None:
-            why = f"expected a broker whose key is {' or '.join(self._key.servers)}"
-            remedy = "compare `narrows keys show` at the broker"
+            why = f"as one does whose key is not {' or '.join(self._key.servers)}"
+            remedy = (
+                "the broker's key that your site was given may be wrong: compare `servers` in your"
+                " key file with `narrows keys show` at the broker"
+            )
         return BrokerUnreachable(
             f"the broker at {self._address} breaks handshakes off ({why})",
             remedy=f"{remedy}. Or is that no broker's port?",

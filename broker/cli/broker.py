@@ -60,7 +60,7 @@ def run_broker(
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     service = Service(loaded, events=events)
     _stop_on_signals(service)
-    address = service.link.listens_on
+    address = service.sockets.listens_on
     log.info("serving on %s; state in %s", address, loaded.broker.state_dir)
     if ready_file is not None:
         # Renamed, so that who waits for the file never reads half of the address.

@@ -30,12 +30,12 @@ _log: Final = logging.getLogger("narrows.broker")
 class _Known:
     address: str
     keys: set[str] = field(default_factory=set[str])
-    """Keys of its messages, "" without keys; empty: none has come. Two: a late message of an
-    earlier connection with the same descriptor was taken for one of this."""
+    """Keys of its messages, "" without keys; empty: no message has come. Two keys: a late message
+    of an earlier connection with the same descriptor was taken for one of this connection."""
     heard_bytes: int = 0
     """Bytes that had come by the look after the last message; -1: one has come since."""
     has_waited: bool = False
-    """A look has met it after its end without a message."""
+    """It ended without a message, and a look has met it since."""
 
 
 class Connections:
@@ -62,7 +62,7 @@ class Connections:
         self._known: dict[int, _Known] = {}
         self._tells_silent = tells_silent
         self._silent: dict[int, _Known] = {}
-        """By descriptor: those that have ended without a message, as far as was read by now."""
+        """By descriptor: connections that have ended, and none of their messages was read yet."""
         self._early: set[int] = set()
         """Descriptors whose end was told before their beginning: two threads of libzmq tell."""
 
@@ -85,7 +85,7 @@ class Connections:
             self._silent.setdefault(descriptor, known)
 
     def heard(self, descriptor: int, key: str) -> None:
-        """A message has come. Its connection may have ended meanwhile."""
+        """A message was read. Its connection may have ended meanwhile."""
         if descriptor not in self._known:
             self.follow()
         known = self._known.get(descriptor) or self._silent.pop(descriptor, None)
@@ -94,8 +94,8 @@ class Connections:
             known.heard_bytes = -1
 
     def end(self, is_unwanted: Callable[[set[str]], bool]) -> None:
-        """Ends connections by the keys of their messages. All are known to which the handshake has
-        been granted by now."""
+        """Ends the connections whose keys are unwanted; an empty set stands for a connection
+        without a message. Every connection whose handshake is over is known here."""
         self.follow()
         for descriptor, known in self._known.items():
             if is_unwanted(known.keys):

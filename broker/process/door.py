@@ -1,7 +1,8 @@
 """The way in: the address that a process listens on, and the keys that are admitted there.
 
-Two threads ask: ZeroMQ's authenticator at each handshake, the loop for each frame. What they read
-is swapped as a whole and never changed. A lock lets a handshake wait for the loop's next look.
+Two threads ask the door: ZeroMQ's authenticator at each handshake, the broker's loop for each
+frame. The loop replaces the allow list as a whole and never changes one, so that both may read it
+without a lock. A condition lets a handshake wait for the loop's next look at the file.
 """
 
 from __future__ import annotations
@@ -70,22 +71,32 @@ def bind(socket: zmq.Socket[bytes], address: Address, until: float = 0.0) -> int
             socket.bind(f"tcp://{address.host}:{address.port or '*'}")
             break
         except zmq.ZMQError as error:
-            in_use = error.errno == errno.EADDRINUSE
-            if in_use and time.monotonic() < until:
-                time.sleep(0.002)
-                continue
-            code, expected, got = ErrorCode.CONFIG, "an address of this machine, or *", str(error)
-            remedy = "choose another address with --listen, and a port from 1024 on"
-            if in_use:
-                code, expected = ErrorCode.ADDRESS_IN_USE, "a free port; a broker takes three"
-                remedy = "is a broker running already? Choose another port with --listen"
-            elif error.errno == errno.ENODEV:
-                got = f"{address.host}, which does not resolve"
-            what = f"cannot listen on {address}"
-            raise NarrowsError(code, what, expected=expected, got=got, remedy=remedy) from error
+            if error.errno != errno.EADDRINUSE or time.monotonic() >= until:
+                raise _cannot_listen(address, error) from error
+            time.sleep(0.002)
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)
     return int(endpoint.decode().rstrip("\0").rpartition(":")[2])
+
+
+def _cannot_listen(address: Address, error: zmq.ZMQError) -> NarrowsError:
+    what = f"cannot listen on {address}"
+    if error.errno == errno.EADDRINUSE:
+        return NarrowsError(
+            ErrorCode.ADDRESS_IN_USE,
+            what,
+            expected="a free port; a broker takes three",
+            got=str(error),
+            remedy="is a broker running already? Choose another port with --listen",
+        )
+    does_not_resolve = error.errno == errno.ENODEV
+    return NarrowsError(
+        ErrorCode.CONFIG,
+        what,
+        expected="an address of this machine, or *",
+        got=f"{address.host}, which does not resolve" if does_not_resolve else str(error),
+        remedy="choose another address with --listen, and a port from 1024 on",
+    )
 
 
 class Door:
@@ -106,8 +117,9 @@ class Door:
         self._refused: dict[str, tuple[float, int]] = {}
         """Per key: since when its refused messages are counted, and their number."""
         self._controls: dict[tuple[str, bool], Quota] = {}
+        """Quotas for control messages by key; with True that of the key's learners."""
         self._handshakes: dict[str, Quota] = {}
-        """Quotas of keys for control messages, those of learners apart, and for handshakes."""
+        """Quotas for handshakes by key."""
         self._learners = Counter[str]()
         """Learners of a key's site that were here when its quota was last used up."""
         self._told: set[str] = set()
@@ -121,13 +133,8 @@ class Door:
             self._looked.wait_for(
                 lambda: self._allowed.site(key) or self._stat() == self._stamp, ADMITTED_S
             )
-        if self._allowed.site(key) is None and key not in self._told and len(self._told) < TOLD_MAX:
-            # A stranger makes as many keys as he likes: neither memory nor log may grow with them.
-            self._told.add(key)
-            _log.warning(
-                "a key that is not on the allow list was refused. If you know whose it is: "
-                "narrows keys allow 'narrows-key NAME %s' --keys %s", key, self._folder,
-            )  # fmt: skip
+        if self._allowed.site(key) is None:
+            self._tell_unknown(key)
         if self.site(key) is None:
             return False
         now = time.monotonic()
@@ -137,11 +144,24 @@ class Door:
         _log.warning("a handshake of %s was refused: its key makes too many", self.site(key))
         return False
 
+    def _tell_unknown(self, key: str) -> None:
+        # A stranger makes as many keys as he likes: neither memory nor log may grow with them.
+        if key in self._told or len(self._told) >= TOLD_MAX:
+            return
+        self._told.add(key)
+        _log.warning(
+            "a key that is not on the allow list was refused. If you know whose it is: "
+            "narrows keys allow 'narrows-key NAME %s' --keys %s",
+            key,
+            self._folder,
+        )
+
     def hears(
         self, key: str, learners: Callable[[], Collection[str]], now: float, *, is_learner: bool
     ) -> bool:
-        """Whether a control message is within the quota of its key. `learners` are the names of
-        all learners that are here: they are counted when the quota is used up.
+        """Whether a control message is within the quota of its key. The quota grows with the
+        learners of the key's site. `learners` names all that are here; it is called when the quota
+        is used up, because that is rare and the list is long.
 
         What its learners say has a quota of its own (`is_learner`): however large the answers to
         somebody who watches the run become, no announcement of a push is dropped for them.
@@ -168,8 +188,9 @@ class Door:
         as long, and its connections are not read."""
         since, count = self._refused.get(key, (now, 0))
         if now >= since + REFUSALS_S:
-            since, count = now, 0
-        self._refused[key] = since, count + 1
+            since = now
+            count = 0
+        self._refused[key] = (since, count + 1)
         if count + 1 >= REFUSALS_MAX:
             self.keep_out(key, f"{REFUSALS_MAX} messages were refused", now)
 
@@ -180,8 +201,11 @@ class Door:
             site = self._allowed.site(key)
             _log.warning(
                 "the key of %s is kept out for %.0f s: %s. To end it: narrows keys revoke %s",
-                site, REFUSALS_S, why, site,
-            )  # fmt: skip
+                site,
+                REFUSALS_S,
+                why,
+                site,
+            )
         self._out = {**self._out, key: now + REFUSALS_S}
 
     def may_hear(self, key: str, topic: bytes) -> bool:
@@ -197,15 +221,19 @@ class Door:
         leaves the old one in force. Returns keys whose connections must end, and sites that have
         none left."""
         if now >= self._told_at + REFUSALS_S:
-            self._told, self._told_at = set(), now
+            self._told = set()
+            self._told_at = now
         self._out = {key: until for key, until in self._out.items() if now < until}
+        before = self._allowed
         with self._looked:
             self._looked.notify_all()
-            before, stamp, self._stamp = self._allowed, self._stamp, self._stat()
+            stamp = self._stamp
             failed = self._failed
+            self._stamp = self._stat()
             if self._stamp == stamp and not failed:
                 return set(), []
-            self._failed, self.lacks_descriptor = "", False
+            self._failed = ""
+            self.lacks_descriptor = False
             try:
                 self._allowed = AllowList.read(self._folder)
             except ConfigError as error:
@@ -215,10 +243,12 @@ class Door:
                 if self._stamp != stamp or self._failed != failed:
                     _log.error("the allow list stays as it was: %s", self._failed)
                 return set(), []
-        gone = {key: site for key, site in before.keys.items() if self._allowed.site(key) != site}
+        now_allowed = self._allowed.keys
+        gone = {key: site for key, site in before.keys.items() if now_allowed.get(key) != site}
         cut_off = f"; cut off: {', '.join(sorted(gone.values()))}" if gone else ""
-        _log.info("the allow list was read again: %d keys%s", len(self._allowed.keys), cut_off)
-        return set(gone), sorted(set(gone.values()) - set(self._allowed.keys.values()))
+        _log.info("the allow list was read again: %d keys%s", len(now_allowed), cut_off)
+        sites_without_key = set(gone.values()) - set(now_allowed.values())
+        return set(gone), sorted(sites_without_key)
 
     def _stat(self) -> tuple[int, int, int]:
         try:

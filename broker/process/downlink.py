@@ -1,8 +1,8 @@
-"""The way down: publications to everybody, and on its own topic what a learner asked for.
+"""The way down: publications to everybody, and answers to a learner on its own topic.
 
-A publication is encoded once and sent once. A state is encoded once for all who ask, on a worker,
-and stays as it is while somebody fetches it, although the head moves on: else a slow fetch would
-never end. What is due and when is the sender's business (proto/flow).
+The downlink encodes and sends a publication once. A worker encodes a state once for all learners
+that ask for it. That copy stays as it is while somebody fetches it, although the head moves on:
+else a slow fetch would never end. The sender (proto/flow) decides what leaves and when.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from narrows.proto.wire import asked_topic, live_topic, name_of
 
 
 class Connection(NamedTuple):
-    """A connection that listens; no later one is equal to it."""
+    """A connection that listens. A later one may have the same descriptor or inode, not both."""
 
     descriptor: int
     inode: int
@@ -53,7 +53,7 @@ MESSAGES_PER_PUMP: Final = 64
 
 @dataclass(eq=False)
 class _StateCopy:
-    """One version of a fragment, whole, with whose pushes it holds."""
+    """One version of a fragment, whole, and the pushes that it holds."""
 
     state: FragmentState
     merged: dict[str, int]
@@ -70,10 +70,16 @@ class Downlink:
     def __init__(
         self, config: BrokerConfig, epoch: str, wires: BrokerWires, pool: Pool, pipeline: Pipeline
     ) -> None:
-        self._settings, self._epoch = config.shared, epoch
-        self._wires, self._pool, self._pipeline = wires, pool, pipeline
-        total, each = float(config.wan.total_down), float(config.wan.down)
-        self.sender = Sender(total=total, each=each, curve=bool(config.broker.keys))
+        self._settings = config.shared
+        self._epoch = epoch
+        self._wires = wires
+        self._pool = pool
+        self._pipeline = pipeline
+        self.sender = Sender(
+            total=float(config.wan.total_down),
+            each=float(config.wan.down),
+            curve=bool(config.broker.keys),
+        )
         self.sender.fan_out = 0
         self._topics: dict[Connection, dict[str, None]] = {}
         """Everything that each connection listens to."""
@@ -105,15 +111,15 @@ class Downlink:
             topics[topic] = None
         else:
             del topics[topic]
-        step = 1 if is_on else -1
-        self._listeners[topic] += step
+        change = 1 if is_on else -1
+        self._listeners[topic] += change
         for stream, hearing in enumerate(self._hearing):
             if live_topic(stream).startswith(topic):  # ZeroMQ compares beginnings.
-                hearing[connection] += step
+                hearing[connection] += change
                 if not hearing[connection]:
                     del hearing[connection]
         self._count_listeners()
-        incarnation = topic[2:-3]
+        incarnation = topic[2:-3]  # Of a topic "r/INCARNATION/ss".
         if incarnation in self._early and self._has_listener(incarnation):
             for fetch in self._early.pop(incarnation):
                 self._answer(incarnation, fetch, now)
@@ -129,8 +135,9 @@ class Downlink:
         self._count_listeners()
 
     def _count_listeners(self) -> None:
-        """The connections that a publication is charged for: those of the stream with the most."""
-        heard = max(map(len, self._hearing))
+        """Tells the sender for how many connections it has to charge a publication: those of the
+        stream that most of them hear."""
+        heard = max(len(hearing) for hearing in self._hearing)
         self.sender.fan_out = min(heard, len(self._here) + SPARE_CONNECTIONS)
 
     def _has_listener(self, incarnation: str) -> bool:
@@ -154,15 +161,17 @@ class Downlink:
 
     def serve(self, incarnation: str, fetch: msg.Fetch, now: float) -> None:
         """Queues what a learner asked for, once it listens: its first Fetch overtakes its
-        subscriptions, and what is sent before them is lost."""
+        subscriptions, and ZeroMQ drops what is sent before them."""
         if self._has_listener(incarnation):
             self._answer(incarnation, fetch, now)
-        elif len(early := self._early.setdefault(incarnation, [])) < EARLY_MAX:
+            return
+        early = self._early.setdefault(incarnation, [])
+        if len(early) < EARLY_MAX:
             early.append(fetch)
 
     def _answer(self, incarnation: str, fetch: msg.Fetch, now: float) -> None:
-        """In place of a publication that is no longer kept goes the first chunk of the state: the
-        learner then fetches that."""
+        """Queues an answer. A publication that is no longer kept is answered with the first chunk
+        of the state: the learner then fetches the rest of that."""
         if fetch.kind is DataKind.PUBLICATION:
             version = self._pipeline.publication(fetch.fragment, fetch.version)
             if version is not None:
@@ -176,21 +185,26 @@ class Downlink:
     # -- states
 
     def _copy(self, fetch: msg.Fetch, now: float) -> _StateCopy:
-        """The version that the learner is fetching if it is here, else the newest."""
+        """The copy of the version that the learner is fetching if there is one, else one that leads
+        to the head. A new copy replaces the oldest and is encoded on a worker."""
         copies = self._copies.setdefault(fetch.fragment, [])
-        state, merged = self._pipeline.head(fetch.fragment)
-        copy = next((each for each in copies if each.state.version == fetch.version), None)
-        if copy is None and copies:
-            behind = state.version - copies[-1].state.version
+        head, merged = self._pipeline.head(fetch.fragment)
+        for copy in copies:
+            if copy.state.version == fetch.version:
+                copy.asked_at = now
+                return copy
+        if copies:
+            newest = copies[-1]
+            behind = head.version - newest.state.version
             # With the publications after it a learner gets from the newest copy to the head.
             is_near = len(copies) == COPIES_MAX and behind < msg.PUBLICATIONS_KEPT
-            copy = copies[-1] if behind == 0 or is_near else None
-        if copy is None:
-            copy = _StateCopy(state, merged, now)
-            copies.append(copy)
-            del copies[:-COPIES_MAX]
-            self._encode(copy)
-        copy.asked_at = now
+            if behind == 0 or is_near:
+                newest.asked_at = now
+                return newest
+        copy = _StateCopy(head, merged, asked_at=now)
+        copies.append(copy)
+        del copies[:-COPIES_MAX]
+        self._encode(copy)
         return copy
 
     def _encode(self, copy: _StateCopy) -> None:
@@ -221,15 +235,19 @@ class Downlink:
         self, requester: str, version: Version, chunks: Collection[EncodedChunk]
     ) -> None:
         """Queues chunks of a publication; the header of chunk 0 says whose pushes it holds."""
-        kind, pushes, codec = (
-            DataKind.PUBLICATION,
-            version.round_.contributions,
-            version.round_.policy.codec,
+        round_ = version.round_
+        contributors = tuple(
+            msg.Contributor(push.incarnation, push.push_id) for push in round_.contributions
         )
-        held = tuple(msg.Contributor(each.incarnation, each.push_id) for each in pushes)
         for chunk in chunks:
-            contributors = held if chunk.index == 0 else ()
-            self._put(kind, requester, version.state, chunk, codec=codec, contributors=contributors)
+            self._put(
+                DataKind.PUBLICATION,
+                requester,
+                version.state,
+                chunk,
+                codec=round_.policy.codec,
+                contributors=contributors if chunk.index == 0 else (),
+            )
 
     def _put(
         self,
@@ -243,9 +261,19 @@ class Downlink:
         contributors: tuple[msg.Contributor, ...] = (),
     ) -> None:
         """Queues one message, for the incarnation that asked or, "", for everybody."""
-        place = state.fragment, state.version, push_id, chunk.index
-        digests = chunk.payload_digest, state.digests.published
-        header = msg.Header(self._epoch, kind, requester, *place, codec, *digests, contributors)
+        header = msg.Header(
+            epoch=self._epoch,
+            kind=kind,
+            incarnation=requester,
+            fragment=state.fragment,
+            version=state.version,
+            push_id=push_id,
+            chunk=chunk.index,
+            codec=codec,
+            payload_digest=chunk.payload_digest,
+            result_digest=state.digests.published,
+            contributors=contributors,
+        )
         stream = chunk.index % self._settings.streams
         if requester:
             topic = asked_topic(requester, stream)
@@ -272,13 +300,15 @@ class Downlink:
                 self.live_bytes += size
 
     def turn(self, now: float, learners: Collection[str]) -> None:
-        """Sends; forgets copies that nobody asks for, and questions and answers of those that are
-        gone. `learners` are the incarnations that are here now."""
-        if (here := frozenset(learners)) != self._here:
-            gone, self._here = self._here - here, here
+        """Sends, and forgets copies that nobody asks for. Forgets questions of learners that are
+        gone, and answers to them. `learners` are the incarnations that are here now."""
+        here = frozenset(learners)
+        if here != self._here:
+            gone = self._here - here
+            self._here = here
             self._count_listeners()
             # Answers to them would cost the line and reach nobody.
-            self.sender.discard(lambda about: about.incarnation in gone)
+            self.sender.discard(lambda header: header.incarnation in gone)
         for incarnation in [each for each in self._early if each not in learners]:
             del self._early[incarnation]
         for copies in self._copies.values():

@@ -20,8 +20,8 @@ import zmq
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import warm_up
 from narrows.broker.process.host import Host
-from narrows.broker.process.link import Link
 from narrows.broker.process.pipeline import CRASH_PLACES, result_of
+from narrows.broker.process.sockets import BrokerSockets
 from narrows.broker.store import DiskFull, Store
 from narrows.broker.syncer.events import Finish, Note
 from narrows.proto.errors import ErrorCode, StateError, printable
@@ -60,9 +60,10 @@ class Service:
             if events is not None:
                 self._events = EventFile(events)
                 undo.callback(self._events.close)
-            self.link = Link(config)
-            undo.callback(self.link.close)
-            process, reach = config.broker, crash_places()
+            self.sockets = BrokerSockets(config)
+            undo.callback(self.sockets.close)
+            process = config.broker
+            reach = crash_places()
             try:
                 store = Store(
                     Path(process.state_dir),
@@ -74,9 +75,17 @@ class Service:
                 self._workers = Workers(WORKERS, "narrows-broker")
                 undo.callback(self._workers.close)
                 self.host = Host(
-                    config, self.link, self._workers, store, time.monotonic, secrets.token_hex(4),
-                    now_unix=time.time, reach=reach, on_note=self._note, on_fault=self.link.fault,
-                )  # fmt: skip
+                    config,
+                    self.sockets,
+                    self._workers,
+                    store,
+                    time.monotonic,
+                    nonce=secrets.token_hex(4),
+                    now_unix=time.time,
+                    reach=reach,
+                    on_note=self._note,
+                    on_fault=self.sockets.fault,
+                )
             except OSError as error:
                 if not isinstance(error, DiskFull) and error.errno not in FULL:
                     raise
@@ -87,7 +96,8 @@ class Service:
                     got=str(error),
                     remedy="Make room or choose another --state-dir, then start the broker again",
                 ) from error
-            self.host.syncer.state.ports = self.link.ports[1], self.link.ports[2]
+            _, uplink_port, downlink_port = self.sockets.ports
+            self.host.syncer.state.ports = (uplink_port, downlink_port)
             self._workers.run(warm_up, lambda result, now: result_of(result))
             self._undo = undo.pop_all()
 
@@ -97,7 +107,7 @@ class Service:
         with self._undo:
             while self.host.finished is None:
                 self._turn()
-            # A commit that was under way is durable now: it is told, like every version.
+            # A commit that was under way is durable after this, and learners hear of it.
             self._workers.drain()
             self._workers.finish(time.monotonic())
             status = self.host.status(time.monotonic())
@@ -114,24 +124,26 @@ class Service:
         now = time.monotonic()
         due_at = min(self.host.deadline(now), now + WAIT_S_MAX)
         poller = zmq.Poller()  # Made anew each time: a revocation replaces the sockets.
-        for source in (*self.link.sockets, self._workers.wake_fd):
+        for source in (*self.sockets.pollable, self._workers.wake_fd):
             poller.register(source, zmq.POLLIN)
         poller.poll(math.ceil(1000 * max(0.0, due_at - now)))
         now = time.monotonic()
         self._workers.finish(now)
-        self.link.receive(self.host, now)
+        self.sockets.receive(self.host, now)
         if self._stop_reason and self.host.finished is None:
             self.host.stop(self._stop_reason, now)
-        if (now := time.monotonic()) >= due_at:
+        now = time.monotonic()
+        if now >= due_at:
             self.host.turn(now)
 
     def _note(self, note: Note) -> None:
-        """A line in the log and in the events file; rounds stand in the events file only."""
+        """Writes a line to the log and to the events file; a merge to the events file only."""
         if note.event == "merged":
             self._record({"event": "merged", **note.fields})
             return
-        text, level = printable(note.text), logging.WARNING if note.warning else logging.INFO
-        # By site: who has a key can make up as many names as he likes.
+        text = printable(note.text)
+        level = logging.WARNING if note.warning else logging.INFO
+        # By site: the holder of a key can make up as many names as he likes.
         site = str(note.fields.get("learner", "")).partition("/")[0]
         log.log(level, "%s", text, extra={"kind": f"{note.event} {site}"})
         name = logging.getLevelName(level).lower()
@@ -153,17 +165,20 @@ class LimitRepeats(logging.Filter):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         # Not the record's time: the clock on the wall may be set back.
-        self._clock, self._since_s = clock, clock()
+        self._clock = clock
+        self._since_s = clock()
         self._seen: Counter[str] = Counter()
         self._hidden = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
         kind = str(getattr(record, "kind", record.msg))
-        if (now := self._clock()) >= self._since_s + REPEATS_S:
+        now = self._clock()
+        if now >= self._since_s + REPEATS_S:
             if self._hidden:
-                text = f"{record.getMessage()} ({self._hidden} lines were hidden)"
-                record.msg, record.args = text, ()
-            self._since_s, self._hidden = now, 0
+                record.msg = f"{record.getMessage()} ({self._hidden} lines were hidden)"
+                record.args = ()
+            self._since_s = now
+            self._hidden = 0
             self._seen.clear()
         if kind not in self._seen and len(self._seen) >= KINDS_MAX:
             # One kind for all peers: a thousand names must not hide that the disk is full.

@@ -3,6 +3,7 @@
     run.db       facts, in SQLite: the run, its lives, rounds, contributions, snapshots
     packs/       payload bytes of contributions, as they travelled
     fragments/   whole states of fragments, FRAGMENT-VERSION.safetensors, two kept of each
+    newer-*/     packs and states that an older copy of run.db does not know
     lock         held by the broker that runs
 
 A publication is not stored: it follows from the state before and the row of its round.
@@ -12,12 +13,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
+import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple
 from pathlib import Path
+from tempfile import mkdtemp
 from threading import Lock
 from typing import Final
 
@@ -120,23 +124,39 @@ class Store(History):
         """Begins a life of the broker, which is durable when this returns.
 
         Rounds without payloads that no snapshot holds are deleted, and so are files that no row
-        knows. Raises StateError for damage that cannot be got over, and DiskFull.
+        knows; beside an older copy of the database they are set aside. Raises StateError for damage
+        that cannot be got over, and DiskFull.
         """
         notes: list[str] = []
+        # No crash leaves a whole state of a version without a row: its row was durable before.
+        newest = dict(self.query("SELECT fragment, max(version) FROM rounds GROUP BY fragment"))
+        found = re.findall(
+            r"(?<!\S)(\d+)-(\d+)\.safetensors(?!\S)",
+            " ".join(os.listdir(self.folder / "fragments")),
+        )
+        is_older = any(int(v) > newest.get(int(f), int(v)) for f, v in found)
         with self._lock:
             with database_errors(self.file), self._db as db:
                 insert = "INSERT INTO lives (at) VALUES (?) RETURNING life"
                 ((life,),) = db.execute(insert, (now_unix,)).fetchall()
             fragments = range(self.run.fragments)
             states = tuple(self._begin_at(fragment, notes) for fragment in fragments)
-            self._sweep()
-            newest = "SELECT period_s FROM rounds ORDER BY seq DESC LIMIT 1"
+            aside = mkdtemp(prefix="newer-", dir=self.folder) if is_older else None
+            self._sweep(aside)
+            if aside is not None:
+                notes.append(
+                    f"{self.file} is older than {len(os.listdir(aside))} of its files, now in"
+                    f" {aside}. Was an older copy of it put back? Then stop the broker, and put the"
+                    " newer one back, and these files into packs/ and fragments/. Is this a backup"
+                    " that was taken while the broker ran? Then remove them"
+                )
+            last = "SELECT period_s FROM rounds ORDER BY seq DESC LIMIT 1"
             merged = self.query("SELECT incarnation, fragment, push_id FROM merged ORDER BY seq")
             sums = "SELECT incarnation, sum(tokens) FROM merged GROUP BY incarnation"
             return Recovered(
                 **vars(self.run),
                 life=life,
-                period_s=sum(period_s for (period_s,) in self.query(newest)),
+                period_s=sum(period_s for (period_s,) in self.query(last)),
                 merged={(name, fragment): push_id for name, fragment, push_id in merged},
                 merged_tokens=dict(self.query(sums)),
                 states=states,
@@ -312,8 +332,9 @@ class Store(History):
             (INCARNATIONS_KEPT,),
         )
 
-    def _sweep(self) -> None:
+    def _sweep(self, aside: str | None = None) -> None:
         """Removes the files that no row knows: what a crash left, and what `_forget` dropped.
+        Given a folder, it moves them there.
 
         Raises StateError where that would be every file of a run.
         """
@@ -335,7 +356,9 @@ class Store(History):
                 raise files.damaged(self.file, expected="rows for the files beside it", got=got)
             return
         for path in found:
-            if path not in known:
+            if path not in known and aside is not None:
+                shutil.move(path, aside)  # From another file system, where packs/ may lie on one.
+            elif path not in known:
                 path.unlink(missing_ok=True)
 
 

@@ -60,7 +60,7 @@ class Syncer:
         self._joining = Joining(state, self._pushes)
         self._ending = Ending(state, began_at=now)
         self._rounds = Rounds(state, self._pushes, self._ending, launched_at=now)
-        self._advanced_at = self._beat_at = self._digests_at = now
+        self._advanced_at = now
         self._wake_at = now + BEAT_S
         # A phase is not durable before the run has ended. Learners must hear of the end in their
         # first Welcome: who is told `running` and has nothing left to push leaves for good.
@@ -262,16 +262,20 @@ class Syncer:
             self._rounds.advance(now)
             self._ending.advance(now)
             self._pushes.ask(now)
-        if state.beat_wanted or now >= self._beat_at + BEAT_S:
-            self._beat_at, state.beat_wanted = now, False
+        told: list[Member] = []
+        digests: tuple[int, ...] = ()
+        if now >= state.beat_at + BEAT_S:
+            state.beat_at = now
+            told, digests = state.members.connected(), state.head_digests()
             if not state.stopping:
-                digests: tuple[int, ...] = ()
-                if now >= self._digests_at + BEAT_S:
-                    self._digests_at, digests = now, state.head_digests()
-                for member in state.members.connected():
-                    state.send(member, state.beat(member, now, digests))
                 warn_of_silence(state, now)
-        due_at = self._beat_at + BEAT_S
+        elif state.beat_wanted:
+            told = state.members.told_at_once(sum(state.heads), state.period_s, now)
+        state.beat_wanted = False
+        if not state.stopping:
+            for member in told:
+                state.send(member, state.beat(member, now, digests))
+        due_at = state.beat_at + BEAT_S
         if state.is_open:
             due_at = min(due_at, self._rounds.due_at, self._pushes.ask_at)
         self._wake_at = max(due_at, now + PAUSE_S_MIN)

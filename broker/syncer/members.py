@@ -34,6 +34,11 @@ CONFIRM_S: Final = 0.5
 """A Report that comes this long after a lower rate was told shows that it was heard; an earlier one
 may have been on its way already."""
 
+TOLD_AT_ONCE: Final = 8
+"""Learners of a site that do not count and hear at once that a round opens or closes. With all of
+them 512 idle names multiply every Beat, which costs the line that the others fetch on; with none a
+newcomer would meet open rounds by luck."""
+
 RATE_MIN: Final = 1000.0
 """Bit/s that a learner has while nothing is free for it: 0 would mean no limit."""
 
@@ -169,6 +174,24 @@ class Members:
         """The member of an incarnation, unless another one has its name by now."""
         member = self.by_name.get(name_of(incarnation))
         return member if member and member.incarnation == incarnation else None
+
+    def told_at_once(self, turn: int, period_s: float, now: float) -> list[Member]:
+        """Those who hear at once that a round opens or closes: all who count, and a few others
+        of each site. These take turns in the order of joining: some may never push, and must not
+        keep the rest of their site from hearing. `turn` is to rise by one from round to round.
+
+        Nobody starves. All others hear of it within BEAT_S, which repeats what is open: they push
+        to that, and at the latest when it is their turn. Who is merged counts from then on.
+        """
+        told: list[Member] = []
+        others: dict[str, list[Member]] = {}
+        for member in self.by_peer.values():
+            counts = member.counts(period_s, now)
+            (told if counts else others.setdefault(member.site, [])).append(member)
+        for each in others.values():
+            at = turn * TOLD_AT_ONCE % len(each)
+            told += [*each, *each][at : at + min(TOLD_AT_ONCE, len(each))]
+        return told
 
     def connect(self, member: Member, peer: str, now: float) -> None:
         """Gives a member a connection, when nobody else has its name or this connection."""

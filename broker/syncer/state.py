@@ -162,8 +162,10 @@ class State:
     """Newest durable version per fragment; empty before version 0."""
     xi_s: float = 0.0
     """Mean seconds per inner step; 0: not known yet."""
+    beat_at: float = float("-inf")
+    """When everybody was sent a Beat last; minus infinity: it is to be at the end of this event."""
     beat_wanted: bool = False
-    """A Beat goes to everybody at the end of this event."""
+    """A round opens or closes: a Beat goes to `Members.told_at_once` at the end of this event."""
     _head_digests: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     """Fragment -> (version, digest) of a head, so that the store is asked once for each."""
 
@@ -194,7 +196,7 @@ class State:
 
     def turn(self, phase: msg.Phase) -> None:
         assert (self.phase, phase) in pairwise(msg.Phase), f"{phase.name} after {self.phase.name}"
-        self.phase, self.beat_wanted = phase, True
+        self.phase, self.beat_at = phase, float("-inf")
 
     @property
     def is_open(self) -> bool:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from narrows.learner import BrokerUnreachable, Learner, NarrowsError, Refused
 
-
 EXIT_CODES = {Refused: 3, BrokerUnreachable: 4}
 """Those of the command line; 1 for every other error."""
 

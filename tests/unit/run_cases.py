@@ -37,7 +37,7 @@ class Broker:
         reader = EventReader(folder / "broker.jsonl")
         self.events = reader.events
         self.service = Service(load_broker(None, flags | settings), events=reader.path)
-        self.address = self.service.link.listens_on
+        self.address = self.service.sockets.listens_on
         self._thread = threading.Thread(target=self.service.run)
         self._thread.start()
 

@@ -74,7 +74,7 @@ HTTP = b"HTTP/1.0 400 Bad Request\r\n\r\n"
         (b"", "--key a.key", 3, SILENCE),
         # It does not wait for its time to be over: a broker with keys will not admit it later.
         (None, "", 600, "admits only those who have a key.*--key FILE, in Python key="),
-        (None, "--key a.key", 600, "expected a broker whose key is"),
+        (None, "--key a.key", 600, "as one does whose key is not"),
     ],
 )
 def test_status_tells_what_listens_there_from_a_broker(

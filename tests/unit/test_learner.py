@@ -223,7 +223,7 @@ def test_who_cannot_reach_the_broker_is_told_why_at_once_and_at_the_end(
             address = stack.enter_context(
                 broker(tmp_path, broker__keys=str(tmp_path / "keys"))
             ).address
-            words = "expected a broker whose key is"
+            words = "as one does whose key is not"
         key = SiteKey("site-a", new_pair(), (new_pair().public,), address)
         write_site_key(tmp_path / "a.key", key)
         with pytest.raises(BrokerUnreachable, match=words):

@@ -941,8 +941,9 @@ def test_in_a_run_that_ends_the_broker_decides_how_long_it_takes() -> None:
         seat.told(phase=Phase.ENDING)
     assert not seat.session.ended
     seat.wait(30.0)
+    (offline, _) = seat.take(Note)
+    assert offline.text.startswith("the broker is away: waits up to 30 s")
     assert seat.sent(msg.Bye) == [msg.Bye("leaves without the run's final model")]
-    assert seat.session.ended
 
 
 @pytest.mark.parametrize("ends", [False, True])

@@ -369,6 +369,26 @@ def test_what_no_start_needs_is_removed(run: Run, monkeypatch: pytest.MonkeyPatc
     assert rows(run.folder) == 20, "the history stays"
 
 
+def test_an_older_database_alone_costs_no_newer_file(run: Run) -> None:
+    """The states and packs that its rows do not know are set aside, and fit the newer one again."""
+    file, older, newer = (run.folder / name for name in ("run.db", "older.db", "newer.db"))
+    run.rounds(1)
+    with closing(reader(run.folder)) as db, closing(sqlite3.connect(older)) as copy:
+        db.backup(copy)
+    run.rounds(1)
+    run.store.snapshot(run.head(0))
+    run.store.close()
+    file.rename(newer)
+    older.rename(file)
+    with closing(Store(run.folder)) as store:
+        (note,) = store.recover(2.0).notes
+    (aside,) = run.folder.glob("newer-*")
+    assert f"1 of its files, now in {aside}" in note and len(names(run.folder)) == 2
+    newer.rename(file)
+    (aside / "0-2.safetensors").rename(run.folder / "fragments" / "0-2.safetensors")
+    run.starts_again()
+
+
 def test_without_a_journal_a_crash_falls_back_to_the_snapshots(tmp_path: Path) -> None:
     run = Run(tmp_path, journal=False)
     run.rounds(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import pytest
@@ -10,6 +11,7 @@ from msgspec import structs
 
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer import pushes
+from narrows.broker.syncer.members import TOLD_AT_ONCE
 from narrows.broker.syncer.state import Clock
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
@@ -278,17 +280,23 @@ def test_chunks_that_nobody_announced_hold_nobody_up() -> None:
 # Merge, commit, publish.
 
 
-def test_a_beat_goes_out_each_second_at_each_launch_and_at_each_due() -> None:
-    desk = running("a", "b", steps_per_s=0.1)  # Period 100 s.
+def test_who_counts_hears_of_each_launch_and_due_and_idle_names_take_turns() -> None:
+    """Each Beat is charged to what all others fetch. a contributes; 512 names push nothing."""
+    desk = running("a", config=configure(run={"goal_tokens": 10_000}))
+    for number in range(512):
+        desk.hello(f"z/{number}")
     desk.take(ev.Send)
-    desk.pass_(3.0, "a", "b", steps_per_s=0.1)
-    assert len(desk.told(msg.Beat, "a")) == 3
-    desk = running("a")
-    desk.commits = False
-    assert desk.told(msg.Beat, "a")[-1].collecting == (0,)
-    desk.push("a", 0, 1)
-    beat = desk.told(msg.Beat, "a")[-1]
-    assert beat.collecting == () and beat.period_s == pytest.approx(1.0, rel=0.2)
+    for number in range(40):  # In 10 s, or a little more.
+        desk.to_launch("a", fragment=number % 4)
+        desk.push("a", number % 4, 1 + number)
+    beats = [(e.peer, e.message) for e in desk.take(ev.Send) if isinstance(e.message, msg.Beat)]
+    assert len({peer for peer, beat in beats if beat.phase is msg.Phase.ENDING}) == 513
+    told = [beat.collecting for peer, beat in beats if peer == "a:1"]
+    assert [told.count((f,)) >= 9 for f in range(4)] == [True] * 4 and told.count(()) >= 39
+    heard = Counter(peer for peer, _ in beats if peer != "a:1")
+    assert min(heard.values()) >= 10, "each second, and at once of a phase"
+    assert sum(heard.values()) <= 512 * 13 + 2 * 40 * TOLD_AT_ONCE
+    assert sum(count > 13 for count in heard.values()) >= 200, "they take turns"
 
 
 def test_the_clock_counts_each_token_once() -> None:

@@ -1,7 +1,8 @@
-"""The broker's three sockets, control, uplink and downlink, and how a revoked key is cut off.
+"""The broker's three sockets: control, uplink and downlink; and how a revoked key is cut off.
 
-Each frame of a connection carries its key, so a message is believed as far as the key goes. When a
-key must go, its connections are ended, and those that have said nothing yet: they may be its own.
+libzmq marks each frame with the key of its connection, so the broker believes a message as far as
+that key goes. When a key leaves the allow list, the broker ends the connections of that key, and
+those that have said nothing yet: they may be of that key, too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import zmq
 
@@ -31,6 +32,13 @@ LOOK_S: Final = 1.0
 FRAMES_PER_TURN: Final = 64
 """Messages that are read from one socket before the others have their turn."""
 
+FRAMES_MAX: Final = 8
+"""Frames of a message that are handed on; every message of the protocol has three. A message may
+have millions of empty ones, and libzmq makes us read them all."""
+
+SURPLUS_PER_TURN: Final = 10_000
+"""Frames beyond FRAMES_MAX that are thrown away before the loop goes on: some 10 ms."""
+
 PEERS_MAX: Final = 10_000
 """Connections whose keys are remembered, those that spoke last."""
 
@@ -40,15 +48,30 @@ REBIND_S: Final = 2.0
 Socket: TypeAlias = "zmq.Socket[bytes]"
 
 
-class Link:
-    """Wires of the broker. One thread uses it."""
+class Received(NamedTuple):
+    """A message as it came, and whose it is."""
+
+    descriptor: int
+    """File descriptor of the connection."""
+    key: str
+    """The connection's key; "" without keys."""
+    site: str | None
+    """The site for which that key speaks; None: for nobody, or there are no keys."""
+    frames: list[zmq.Frame]
+
+
+class BrokerSockets:
+    """The broker's `Wires`. One thread uses them."""
 
     def __init__(self, config: BrokerConfig) -> None:
         """Binds. Raises ConfigError, INSECURE for an address beyond loopback without keys, and
         ADDRESS_IN_USE."""
-        keys, insecure = config.broker.keys, config.broker.insecure
+        keys = config.broker.keys
         self._host, port = listening_address(
-            config.broker.listen, has_keys=bool(keys), insecure=insecure, flag="--keys"
+            config.broker.listen,
+            has_keys=bool(keys),
+            insecure=config.broker.insecure,
+            flag="--keys",
         )
         self._buffer_bytes = send_buffer_bytes(config.down_rate, config.shared.streams)
         # libzmq numbers the connections of a ROUTER from rand() on, which nothing seeds: a peer
@@ -60,21 +83,27 @@ class Link:
         self._authenticator = None
         self._keys: dict[str, str] = {}
         """Connection -> key, of control messages; who spoke last stands at the end."""
-        self._asker = "", ""
+        # The message that the host is handling:
+        self._asker = ""
+        """Its connection; "": the uplink, or no message."""
+        self._asker_key = ""
         self._asker_is_learner = False
-        """Connection ("": the uplink) and key of the message that the host is handling."""
-        self.sockets: list[Socket] = []
+        self.pollable: list[Socket] = []
         """The three, and those that tell of their connections."""
+        self._in_surplus: set[Socket] = set()
+        """Sockets at which the rest of a message that is too long waits to be thrown away."""
         self._looked_at = 0.0
         self._gone: set[str] = set()
         """Keys that have left the allow list at the last look."""
         try:
             if keys:
                 folder = Path(keys)
-                self._key, self.door = read_broker_key(folder), Door(folder, time.monotonic())
+                self._key = read_broker_key(folder)
+                self.door = Door(folder, time.monotonic())
                 # Before anything is bound: a handshake that nobody answers is refused for good.
                 self._authenticator = serve_keys(self._context, self.door.admits)
-            self._open([port, port and port + 1, port and port + 2])
+            # Port 0 leaves all three to the system.
+            self._open([port, port + 1, port + 2] if port else [0, 0, 0])
         except BaseException:
             self.close(linger_s=0.0)
             raise
@@ -85,21 +114,29 @@ class Link:
         return str(Address(self._host, self.ports[0]))
 
     def _open(self, ports: list[int], until: float = 0.0) -> None:
-        ipv6, size = Address(self._host, 0).listens_on_ipv6, self._buffer_bytes
+        """Makes the three sockets and binds them, if need be again and again `until`."""
+        ipv6 = Address(self._host, 0).listens_on_ipv6
         for kind in (Kind.BROKER_CONTROL, Kind.BROKER_UPLINK, Kind.BROKER_DOWNLINK):
-            self.sockets.append(
-                make_socket(self._context, kind, pair=self._key, send_buffer_bytes=size, ipv6=ipv6)
+            socket = make_socket(
+                self._context,
+                kind,
+                pair=self._key,
+                send_buffer_bytes=self._buffer_bytes,
+                ipv6=ipv6,
             )
-        self._control, self._uplink, self._downlink = three = tuple(self.sockets)
-        self._connections = {
-            each: Connections(
-                self._context, each, tells_silent=self._key is not None and each is self._control
-            )
-            for each in three
-        }
-        self.sockets += [each.monitor for each in self._connections.values()]
-        pairs = zip(three, ports, strict=True)
-        self.ports = [bind(socket, Address(self._host, port), until) for socket, port in pairs]
+            self.pollable.append(socket)
+        three = list(self.pollable)
+        self._control, self._uplink, self._downlink = three
+        self._connections: dict[Socket, Connections] = {}
+        for socket in three:
+            tells_silent = self._key is not None and socket is self._control
+            connections = Connections(self._context, socket, tells_silent=tells_silent)
+            self._connections[socket] = connections
+            self.pollable.append(connections.monitor)
+        self.ports = [
+            bind(socket, Address(self._host, port), until)
+            for socket, port in zip(three, ports, strict=True)
+        ]
         self._uplink.setsockopt(zmq.SUBSCRIBE, b"")
 
     def _reopen(self, host: Host) -> None:
@@ -119,14 +156,14 @@ class Link:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
             return False
-        asker, key = self._asker
-        if peer == asker and self.door is not None:
-            self.door.answered(key, sum(map(len, frames)), is_learner=self._asker_is_learner)
+        if peer == self._asker and self.door is not None:
+            size_bytes = sum(len(frame) for frame in frames)
+            self.door.answered(self._asker_key, size_bytes, is_learner=self._asker_is_learner)
         return True
 
     def fault(self, peer: str, now: float) -> None:
         """The host has refused a message of a connection; "": the one that it is handling."""
-        key = self._keys.get(peer, self._asker[1])
+        key = self._keys.get(peer, self._asker_key)
         if self.door is not None and key:
             self.door.strike(key, now)
 
@@ -150,41 +187,45 @@ class Link:
         """Hands the host what waits at the sockets, a bounded number of messages of each."""
         for connections in self._connections.values():
             connections.follow()
-        # First: what the other messages lead to may be published to new listeners.
-        for descriptor, key, _, (frame, *_) in self._received(self._downlink):
-            change, topic, connection = frame.bytes[:1], frame.bytes[1:], _open(descriptor)
-            if self.door and change == b"\1" and not self.door.may_hear(key, topic):
-                # It would cost the line a second copy, and libzmq cannot refuse it.
-                self.door.keep_out(key, f"it listens to {topic[:80]!r}", now)
-                self._end_connections({key})
-                continue
-            if connection is not None and change in (b"\0", b"\1"):
-                text = topic.decode(errors="replace")
-                host.downlink.listens(connection, text, change == b"\1", now)
-        for socket in (self._control, self._uplink):
-            for _, key, site, frames in self._received(socket):
-                if self.door is not None and site is None:
-                    continue
-                parts = [frame.bytes for frame in frames]
-                if socket is self._uplink:
-                    self._asker = "", key
-                    host.data(site, parts, now)
-                else:
-                    self._read_control(host, parts, key, site, now)
-        self._asker = "", ""
+        # Subscriptions first: what the other messages lead to may be published to new listeners.
+        for received in self._received(self._downlink):
+            self._read_subscription(host, received, now)
+        for received in self._admitted(self._control):
+            self._read_control(host, received, now)
+        for received in self._admitted(self._uplink):
+            self._asker = ""
+            self._asker_key = received.key
+            host.data(received.site, [frame.bytes for frame in received.frames], now)
+        self._asker = self._asker_key = ""
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now
-            host.downlink.keep_listeners(lambda each: _open(each.descriptor) == each)
+            host.downlink.keep_listeners(lambda each: _open_connection(each.descriptor) == each)
             for connections in self._connections.values():
                 connections.look()
             if self.door is not None:
                 self._look(self.door, host, now)
 
-    def _read_control(
-        self, host: Host, parts: list[bytes], key: str, site: str | None, now: float
-    ) -> None:
+    def _read_subscription(self, host: Host, received: Received, now: float) -> None:
+        """The first byte of a subscription is 1, that of its end is 0; the topic follows."""
+        frame = received.frames[0].bytes
+        change = frame[:1]
+        topic = frame[1:]
+        is_on = change == b"\1"
+        if self.door and is_on and not self.door.may_hear(received.key, topic):
+            # It would cost the line a second copy, and libzmq cannot refuse it.
+            self.door.keep_out(received.key, f"it listens to {topic[:80]!r}", now)
+            self._end_connections({received.key})
+            return
+        connection = _open_connection(received.descriptor)
+        if connection is not None and change in (b"\0", b"\1"):
+            host.downlink.listens(connection, topic.decode(errors="replace"), is_on, now)
+
+    def _read_control(self, host: Host, received: Received, now: float) -> None:
+        key = received.key
+        parts = [frame.bytes for frame in received.frames]
         peer = parts[0].hex()
-        self._asker = peer, key
+        self._asker = peer
+        self._asker_key = key
         if self.door is not None:
             # A name that a connection has chosen may have been another's before.
             self._keys.pop(peer, None)
@@ -197,14 +238,14 @@ class Link:
                 if self._asker_is_learner:
                     self.fault(peer, now)
                 return
-        host.control(peer, site, parts[1:], now)
+        host.control(peer, received.site, parts[1:], now)
 
     def _look(self, door: Door, host: Host, now: float) -> None:
         """Ends the connections of keys that have left the allow list."""
         gone, sites = door.look(now)
         if door.lacks_descriptor:
-            # Strangers may hold them all, together with somebody who was revoked: their connections
-            # end first, then there is one to read the list with.
+            # Strangers and somebody who was revoked may hold every file descriptor. The broker ends
+            # all connections first; then it has a descriptor to read the list with.
             self._close_sockets(linger_s=0.0)
             until = time.monotonic() + REBIND_S
             while door.lacks_descriptor and time.monotonic() < until:
@@ -224,21 +265,51 @@ class Link:
                 lambda spoken: not keys.isdisjoint(spoken) or (is_silent_ended and not spoken)
             )
 
-    def _received(self, socket: Socket) -> Iterator[tuple[int, str, str | None, list[zmq.Frame]]]:
-        """Messages that wait at a socket: the connection's file descriptor, its key ("" without
-        keys), the site for which that speaks (None: nobody), and the frames."""
+    def _admitted(self, socket: Socket) -> Iterator[Received]:
+        """Messages that wait at a socket, without those of keys that speak for nobody."""
+        for received in self._received(socket):
+            if self.door is None or received.site is not None:
+                yield received
+
+    def _received(self, socket: Socket) -> Iterator[Received]:
+        """Messages that wait at a socket, a bounded number."""
         for _ in range(FRAMES_PER_TURN):
+            if socket in self._in_surplus and not self._throw_away(socket):
+                return
             try:
-                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = [socket.recv(zmq.NOBLOCK, copy=False)]
             except zmq.Again:
                 return
+            while frames[-1].more and len(frames) < FRAMES_MAX:
+                frames.append(socket.recv(copy=False))
+            is_too_long = frames[-1].more
+            if is_too_long:
+                self._in_surplus.add(socket)
             try:
                 descriptor = int(frames[-1].get(zmq.SRCFD))
             except zmq.ZMQError:
                 continue  # A connection has ended, and libzmq takes its subscriptions back.
-            key = str(frames[-1].get("User-Id")) if self.door else ""
+            key = ""
+            site = None
+            if self.door is not None:
+                key = str(frames[-1].get("User-Id"))
+                site = self.door.site(key)
             self._connections[socket].heard(descriptor, key)
-            yield descriptor, key, self.door.site(key) if self.door else None, frames
+            if not is_too_long:
+                yield Received(descriptor, key, site, frames)
+            elif self.door is not None:
+                why = f"it sent a message of more than {FRAMES_MAX} frames"
+                self.door.keep_out(key, why, time.monotonic())
+                self._end_connections({key})
+
+    def _throw_away(self, socket: Socket) -> bool:
+        """Reads on in a message that is too long. True: it is over."""
+        for _ in range(SURPLUS_PER_TURN):
+            if not socket.getsockopt(zmq.RCVMORE):
+                self._in_surplus.remove(socket)
+                return True
+            socket.recv()
+        return False
 
     # -- the end
 
@@ -250,14 +321,15 @@ class Link:
         self._context.term()
 
     def _close_sockets(self, linger_s: float) -> None:
-        for socket in self.sockets:
+        for socket in self.pollable:
             socket.close(linger=round(1000 * linger_s))
-        self.sockets.clear()
+        self.pollable.clear()
+        self._in_surplus.clear()
 
 
-def _open(descriptor: int) -> Connection | None:
-    """The connection behind a file descriptor: its number is used again after its end, but not
-    together with its inode. None: it has ended."""
+def _open_connection(descriptor: int) -> Connection | None:
+    """The connection behind a file descriptor; None: it has ended. The system uses the number again
+    after that, but not together with the inode."""
     try:
         found = os.fstat(descriptor)
     except OSError:

@@ -19,7 +19,7 @@ from narrows.broker.config import load_broker
 from narrows.broker.process.connections import _Known
 from narrows.broker.process.door import TOLD_MAX, Door
 from narrows.broker.process.downlink import Connection
-from narrows.broker.process.link import Link
+from narrows.broker.process.sockets import SURPLUS_PER_TURN, BrokerSockets
 from narrows.proto.config import Address, parse_address
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 from narrows.proto.keys import (
@@ -79,12 +79,12 @@ class Heard:
 
 
 class Wire:
-    """A link, the host behind it, and clients that dial it."""
+    """The sockets, the host behind it, and clients that dial it."""
 
     def __init__(self, keys: Path | None = None) -> None:
         flags = {"broker.listen": "tcp://127.0.0.1:0", "broker.keys": str(keys or "")}
         self.host = Heard()
-        self.link = Link(load_broker(None, flags))
+        self.sockets = BrokerSockets(load_broker(None, flags))
         self.server = read_broker_key(keys).public if keys else ""
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.clients: list[zmq.Socket[bytes]] = []
@@ -92,7 +92,7 @@ class Wire:
 
     def dial(self, kind: Kind, pair: KeyPair | None = None) -> zmq.Socket[bytes]:
         socket = make_socket(self.context, kind, pair=pair, server=self.server)
-        socket.connect(f"tcp://127.0.0.1:{self.link.ports[ALL_KINDS.index(kind)]}")
+        socket.connect(f"tcp://127.0.0.1:{self.sockets.ports[ALL_KINDS.index(kind)]}")
         self.clients.append(socket)
         return socket
 
@@ -104,10 +104,10 @@ class Wire:
     def turn(self) -> None:
         """A turn of the broker's loop, once a socket of anybody has something."""
         poller = zmq.Poller()
-        for socket in (*self.link.sockets, *self.clients):
+        for socket in (*self.sockets.pollable, *self.clients):
             poller.register(socket, zmq.POLLIN)
         poller.poll(5)
-        self.link.receive(self.host, time.monotonic() + self.skip_s)  # type: ignore[arg-type]
+        self.sockets.receive(self.host, time.monotonic() + self.skip_s)  # type: ignore[arg-type]
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + 20
@@ -123,7 +123,7 @@ class Wire:
         for each in self.clients:
             each.close(linger=0)
         self.context.term()
-        self.link.close(linger_s=0.0)
+        self.sockets.close(linger_s=0.0)
 
 
 @pytest.fixture
@@ -174,9 +174,9 @@ def test_messages_go_both_ways_and_carry_the_site_of_their_key(
     peer, *rest = host.controls[0]
     assert rest == [site, [b"a", b"b"]]
     assert host.datas == [(site, [b"u/00", b"header", b"payload"])]
-    assert wire.link.control(peer, [b"c", b"d"]) and not wire.link.control("00", [b"c"])
+    assert wire.sockets.control(peer, [b"c", b"d"]) and not wire.sockets.control("00", [b"c"])
     assert wire.receive(control) == [b"c", b"d"]
-    assert wire.link.data("p/00", b"header", b"payload" * 20_000)
+    assert wire.sockets.data("p/00", b"header", b"payload" * 20_000)
     assert wire.receive(downlink) == [b"p/00", b"header", b"payload" * 20_000]
     other = wire.listen(b"p/00", pair)
     wire.until(lambda: host.fan_out == 2, "two connections")
@@ -227,7 +227,7 @@ def takes(wire: Wire, payload: bytes) -> bool:
     """Whether all pipes take a message within a second: on a busy machine a living reader's pipe is
     full for a moment, too."""
     for _ in range(500):
-        if wire.link.data("p/00", b"", payload):
+        if wire.sockets.data("p/00", b"", payload):
             return True
         threading.Event().wait(0.002)
     return False
@@ -244,7 +244,7 @@ def test_a_reader_that_has_stopped_holds_the_others_up_only_until_a_message_is_l
     for _ in range(2000):
         if not takes(wire, payload):
             blocked += 1
-            assert wire.link.data("p/00", b"", payload, lossy=True)
+            assert wire.sockets.data("p/00", b"", payload, lossy=True)
         wire.receive(fast)
         after += blocked > 0
         if after == 20:
@@ -297,12 +297,30 @@ def test_the_door_hears_1024_learners_and_no_flood(keys: Path) -> None:
     assert door.hears(other.public, lambda: here, now, is_learner=True), "its learners are heard"
 
 
+@pytest.mark.parametrize("kind", [Kind.LEARNER_CONTROL, Kind.LEARNER_UPLINK])
+def test_a_message_of_very_many_frames_costs_its_key_the_minute_and_nobody_else(
+    keyed: Wire, keys: Path, kind: Kind
+) -> None:
+    door = keyed.sockets.door
+    assert door is not None
+    flooder = admitted(keyed, keys, "site-a")
+    other = admitted(keyed, keys, "site-b")
+    socket = keyed.dial(kind, flooder)
+    if kind is Kind.LEARNER_UPLINK:
+        keyed.until(lambda: socket.poll(0), "the subscription")
+    socket.send_multipart([b""] * (3 * SURPLUS_PER_TURN))
+    keyed.until(lambda: door.site(flooder.public) is None, "the flooder to be kept out")
+    keyed.dial(Kind.LEARNER_CONTROL, other).send_multipart([b"a", b"b"])
+    keyed.until(lambda: keyed.host.controls, "a message of somebody else")
+    assert [site for _, site, _ in keyed.host.controls] == ["site-b"] and not keyed.host.datas
+
+
 def test_who_floods_or_sends_what_workers_refuse_is_kept_out(
     keyed: Wire, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("narrows.broker.process.door.CONTROLS_AT_ONCE", 5)
     monkeypatch.setattr("narrows.broker.process.door.CONTROLS_PER_S", 0)
-    door, link = keyed.link.door, keyed.link
+    door = keyed.sockets.door
     assert door is not None
     flooder, bad = admitted(keyed, keys, "site-a"), admitted(keyed, keys, "site-b")
     control = keyed.dial(Kind.LEARNER_CONTROL, flooder)
@@ -314,7 +332,7 @@ def test_who_floods_or_sends_what_workers_refuse_is_kept_out(
     keyed.until(lambda: len(keyed.host.controls) == 6, "a message")
     for _ in range(REFUSALS_MAX):
         assert door.site(bad.public) == "site-b"
-        link.fault(keyed.host.controls[-1][0], time.monotonic())
+        keyed.sockets.fault(keyed.host.controls[-1][0], time.monotonic())
     assert door.site(bad.public) is None
 
 
@@ -336,7 +354,7 @@ def test_a_list_that_could_not_be_read_is_read_again_if_need_be_without_connecti
     read, code = AllowList.read, errno.EIO
 
     def fails(folder: Path) -> AllowList:
-        if keyed.link.sockets:
+        if keyed.sockets.pollable:
             raise ConfigError("no list") from OSError(code, "no list")
         return read(folder)
 
@@ -347,7 +365,7 @@ def test_a_list_that_could_not_be_read_is_read_again_if_need_be_without_connecti
     assert not keyed.host.cut_off and caplog.text.count("no list") == 1
     code = errno.EMFILE
     look(keyed)
-    assert keyed.host.cut_off == ["site-a"] and keyed.link.sockets, "it was read in between"
+    assert keyed.host.cut_off == ["site-a"] and keyed.sockets.pollable, "it was read in between"
     monkeypatch.undo()
     keyed.host.cut_off.clear()
     look(keyed)
@@ -449,7 +467,7 @@ def test_a_revocation_ends_the_connections_of_the_key_and_those_that_said_nothin
         lambda: all(end.poll(0) for end in ends["site-b"] + ends["silent site-b"]),
         "the ends of its connections",
     )
-    assert keyed.link.data("p/00", b"header", b"payload")
+    assert keyed.sockets.data("p/00", b"header", b"payload")
     assert keyed.receive(listeners[0])[0] == b"p/00"
     assert not any(end.poll(0) for end in ends["site-a"]), "nobody else is cut"
     assert not listeners[1].poll(0)
@@ -462,7 +480,7 @@ def test_a_connection_whose_message_never_ends_is_closed(
     monkeypatch.setattr("narrows.broker.process.connections.UNFINISHED_BYTES_MAX", 1 << 20)
     wire, part = open_wire, b"\x01\xff" + bytes(255)  # Another frame follows.
     type_ = {Kind.LEARNER_CONTROL: b"DEALER", Kind.LEARNER_UPLINK: b"XPUB"}.get(kind, b"XSUB")
-    port = wire.link.ports[ALL_KINDS.index(kind)]
+    port = wire.sockets.ports[ALL_KINDS.index(kind)]
     fine = wire.listen(b"p/00")
     with tcp.create_connection(("127.0.0.1", port)) as hostile:
         hostile.setblocking(False)
@@ -481,7 +499,7 @@ def test_a_connection_whose_message_never_ends_is_closed(
                 hostile.send(part * 1000)
     assert "127.0.0.1" in caplog.text
     wire.until(lambda: wire.host.fan_out == 1, "the listener")
-    assert wire.link.data("p/00", b"header", b"payload") and wire.receive(fine)
+    assert wire.sockets.data("p/00", b"header", b"payload") and wire.receive(fine)
 
 
 def test_who_expects_another_brokers_key_is_named_in_the_log(
@@ -497,7 +515,7 @@ def test_who_goes_before_its_message_is_read_is_not_taken_for_silent(
     keyed: Wire, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As `narrows status` does while the broker stands still."""
-    connections = keyed.link._connections[keyed.link._control]
+    connections = keyed.sockets._connections[keyed.sockets._control]
     connections._known[9999] = _Known("192.0.2.1")
     connections._ended(9999)
     connections.look()
@@ -540,9 +558,11 @@ def test_what_a_look_has_shown_is_over_once_nobody_listens() -> None:
 def test_a_star_listens_on_both_kinds_of_addresses(host: str) -> None:
     if host == "[::1]" and not Path("/proc/net/if_inet6").exists():
         pytest.skip("this machine has no IPv6")
-    link = Link(load_broker(None, {"broker.listen": "tcp://*:0", "broker.insecure": True}))
-    with closing(link), zmq.Context() as context:
-        for kind, port in zip(ALL_KINDS, link.ports, strict=True):
+    sockets = BrokerSockets(
+        load_broker(None, {"broker.listen": "tcp://*:0", "broker.insecure": True})
+    )
+    with closing(sockets), zmq.Context() as context:
+        for kind, port in zip(ALL_KINDS, sockets.ports, strict=True):
             address = Address(host, port)
             with closing(Dial(context, kind, address, ipv6=needs_ipv6(address))) as dial:
                 watched(dial, lambda: dial.connected)
@@ -559,10 +579,10 @@ def test_a_host_with_both_kinds_of_addresses_is_dialled_by_ipv4(
 
 def test_addresses_that_cannot_be_listened_on_say_what_to_do(open_wire: Wire) -> None:
     for listen, code in [
-        (open_wire.link.listens_on, ErrorCode.ADDRESS_IN_USE),
+        (open_wire.sockets.listens_on, ErrorCode.ADDRESS_IN_USE),
         ("tcp://0.0.0.0:0", ErrorCode.INSECURE),
         ("tcp://203.0.113.7:0", ErrorCode.INSECURE),
     ]:
         with pytest.raises(NarrowsError) as caught:
-            Link(load_broker(None, {"broker.listen": listen}))
+            BrokerSockets(load_broker(None, {"broker.listen": listen}))
         assert caught.value.code is code and "--" in str(caught.value)
