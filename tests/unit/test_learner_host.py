@@ -247,6 +247,7 @@ def test_a_boundary_that_an_exception_breaks_off_moves_nothing_half_and_loses_no
 def test_a_copy_that_a_worker_could_not_make_is_made_from_the_same_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Holds `Session.assembled`."""
     stage = Stage(Calm(), tmp_path)
     stage.run.until(2.0)
     island, real, failures = stage.host._island, stage.host._island.copy, [1, 2]
@@ -265,6 +266,7 @@ def test_a_copy_that_a_worker_could_not_make_is_made_from_the_same_chunks(
 
 
 def test_bytes_that_are_no_message_are_noted_and_change_nothing(tmp_path: Path) -> None:
+    """Holds `LearnerHost.control`."""
     stage = Stage(Calm(), tmp_path)
     stage.run.until(1.0)
     for frames in ([], [b"x"], [b"NRW\x01", b"\xc1"]):
@@ -278,6 +280,7 @@ def test_bytes_that_are_no_message_are_noted_and_change_nothing(tmp_path: Path) 
 
 
 def test_a_new_life_with_other_chunks_gets_the_same_push(tmp_path: Path) -> None:
+    """Holds `recut`."""
     stage = Stage(Calm(wan__up="400kbit/s"), tmp_path)
     stage.run.until(2.0)
     stage.uplinks[0].is_full = True
@@ -293,6 +296,7 @@ def test_a_new_life_with_other_chunks_gets_the_same_push(tmp_path: Path) -> None
 
 
 def test_what_is_of_no_use_any_more_does_not_leave_once_there_is_room(tmp_path: Path) -> None:
+    """Holds `Sender.discard`."""
     stage = Stage(Calm(), tmp_path)
     stage.run.until(2.0)
     stage.uplinks[0].is_full = True
