@@ -139,16 +139,17 @@ class EventReader:
 class Processes:
     """The folder, the ports and the processes of one run; leaving the block ends them all.
 
-    Without a `folder` a temporary one serves. `hosts` are addresses of this machine at which the
-    three ports are kept for this run.
+    Without a `folder` a temporary one serves.
     """
 
     wait_s = WAIT_S
     """Longest wait for a process of this run."""
+    hosts: tuple[str, ...] = (LOOPBACK,)
+    """Addresses of this machine at which the three ports are kept for this run."""
     remedy = ""
     """The advice to a user whose run has failed; "" if there is none."""
 
-    def __init__(self, folder: Path | None = None, hosts: Iterable[str] = (LOOPBACK,)) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         # The server of forks takes its environment from here, once.
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
             os.environ.setdefault(name, "1")
@@ -160,7 +161,7 @@ class Processes:
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.state = self.folder / "state"
-        self.port = self.stack.enter_context(three_ports(*hosts))
+        self.port = self.stack.enter_context(three_ports(*self.hosts))
         """The first of the three; the broker's data ports follow it."""
         self.address = f"tcp://{LOOPBACK}:{self.port}"
         self.children: list[Child] = []
@@ -272,7 +273,8 @@ def three_ports(*hosts: str) -> Generator[int]:
                         one.bind((host, first + offset if first else 0))
                         # Only now: another run is refused; a broker, which sets it too, is not.
                         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                        first = first or int(one.getsockname()[1])
+                        if not first:
+                            first = int(one.getsockname()[1])
             except (OSError, OverflowError):
                 continue  # One of the others is somebody's.
             yield first

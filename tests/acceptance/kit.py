@@ -41,8 +41,7 @@ TAIL: Final = 4000
 class Site(Processes):
     """The folder, the ports and the processes of one test; its end kills what still runs."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, hosts=(LOOPBACK, OTHER_LOOPBACK))
+    hosts = (LOOPBACK, OTHER_LOOPBACK)
 
     def broker(self, *settings: str, crash_at: str = "", **flags: object) -> Child:
         """Starts the broker, or starts it again at the same address, and waits until it serves.
