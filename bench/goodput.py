@@ -264,7 +264,7 @@ def played(courses: Sequence[Course], cell: Cell) -> Row:
         for until_s in (LEAD_STEPS, plan.ends):
             run.until(until_s)
             assert run.host is not None, "a calm broker does not die"
-            merged.append(run.host.syncer.run_tokens)
+            merged.append(run.host.syncer.state.clock.run_tokens)
         contributors = run.contributors_mean()
     full = STEP_TOKENS * cell.steps * cell.learners
     return {

@@ -94,7 +94,7 @@ class Student:
         run_step = run_tokens / settings.tokens_per_run_step
         if not self._steps:  # It begins where the run stands, as the reference worker does.
             if any(part.base > 0 for part in session.parts):  # Its optimizer's moments are new.
-                session.ramp_steps = ramp_steps([self.optimizer])
+                session.set_ramp(ramp_steps([self.optimizer]))
             self._batches = text().tokens(
                 batch=preset.batch, context=preset.context, order=self._order, skip=int(run_step)
             )

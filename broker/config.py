@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
@@ -24,7 +25,7 @@ from narrows.proto.units import Amount, BitRate, Duration
 Learners: TypeAlias = Annotated[int, Meta(ge=1, le=msg.LEARNERS_MAX)]
 
 
-class Process(Struct, frozen=True, forbid_unknown_fields=True):
+class BrokerSection(Struct, frozen=True, forbid_unknown_fields=True):
     """[broker] The process: its address, its files, its keys."""
 
     listen: str = "tcp://127.0.0.1:7070"
@@ -38,13 +39,11 @@ class Process(Struct, frozen=True, forbid_unknown_fields=True):
     """Directory of the broker's key and its allow list. Empty: loopback only, unless insecure."""
     insecure: bool = False
     """Listen beyond loopback without keys."""
-    journal: Literal["on", "off"] = "on"
-    """off: rounds are recorded without payloads, and a crash falls back to the last snapshots."""
     keep_history: bool = False
     """Keep every payload and the first snapshots, for `narrows journal replay` and `rollback`."""
 
 
-class Run(Struct, frozen=True, forbid_unknown_fields=True):
+class RunSection(Struct, frozen=True, forbid_unknown_fields=True):
     """[run] The mode of the run, its clock, and its end."""
 
     mode: Mode = Mode.DECOUPLED
@@ -62,7 +61,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True):
     """A learner that is cut off for longer pauses until it is back. 0: never."""
 
 
-class Fragments(Struct, frozen=True, forbid_unknown_fields=True):
+class FragmentsSection(Struct, frozen=True, forbid_unknown_fields=True):
     """[fragments] The cut of the model, and how often each fragment is exchanged."""
 
     count: Annotated[int, Meta(ge=1, le=msg.FRAGMENTS_MAX)] = 4
@@ -75,7 +74,7 @@ class Fragments(Struct, frozen=True, forbid_unknown_fields=True):
     """Share of the steps made since the snapshot that an adoption keeps (Streaming DiLoCo)."""
 
 
-class Merge(Struct, frozen=True, forbid_unknown_fields=True):
+class MergeSection(Struct, frozen=True, forbid_unknown_fields=True):
     """[merge] When a round is merged, how, and the outer optimizer."""
 
     quorum: Annotated[int, Meta(ge=0, le=msg.LEARNERS_MAX)] = 1
@@ -89,7 +88,7 @@ class Merge(Struct, frozen=True, forbid_unknown_fields=True):
     """Nesterov momentum; 0 is plain SGD."""
 
 
-class Codec(Struct, frozen=True, forbid_unknown_fields=True):
+class CodecSection(Struct, frozen=True, forbid_unknown_fields=True):
     """[codec] How values become bits, both ways."""
 
     push: CodecName = "int4-zstd"
@@ -100,7 +99,7 @@ class Codec(Struct, frozen=True, forbid_unknown_fields=True):
     """Quantisation step in units of the tensor piece's rms: 0.5 is about 3 bits a parameter."""
 
 
-class Wan(Struct, frozen=True, forbid_unknown_fields=True):
+class WanSection(Struct, frozen=True, forbid_unknown_fields=True):
     """[wan] Rates of all that crosses the line, such as "2Gbit/s"; 0: no limit."""
 
     up: BitRate = BitRate(0.0)
@@ -126,57 +125,72 @@ MODE_PRESETS: Final[dict[Mode, dict[str, object]]] = {
 """Settings that a mode changes, by dotted key; they stand below the file and the flags."""
 
 
-class BrokerConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """All settings of a broker."""
+class BrokerConfig(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """All settings of a broker. Its `__dict__` keeps `shared` and `policy`, which are made once."""
 
-    broker: Process = field(default_factory=Process)
-    run: Run = field(default_factory=Run)
-    fragments: Fragments = field(default_factory=Fragments)
-    merge: Merge = field(default_factory=Merge)
-    codec: Codec = field(default_factory=Codec)
-    wan: Wan = field(default_factory=Wan)
+    broker: BrokerSection = field(default_factory=BrokerSection)
+    run: RunSection = field(default_factory=RunSection)
+    fragments: FragmentsSection = field(default_factory=FragmentsSection)
+    merge: MergeSection = field(default_factory=MergeSection)
+    codec: CodecSection = field(default_factory=CodecSection)
+    wan: WanSection = field(default_factory=WanSection)
 
-    @property
+    @cached_property
     def shared(self) -> RunSettings:
         """The settings that every learner is told; the rates cut messages to 10 ms of a share."""
-        rate, run, cut = self.message_rate, self.run, self.fragments
+        rate = self.message_rate
+        streams = self.wan.streams
+        if streams == 0:
+            streams = 4 if rate == 0.0 or rate > 100e6 else 1
         return RunSettings(
-            mode=run.mode, fragments=cut.count, sync_period_steps=cut.sync_period_steps,
-            overlap_steps=cut.overlap_steps, keep=cut.keep,
-            push_codec=self.codec.push, push_rho=self.codec.rho,
+            mode=self.run.mode,
+            fragments=self.fragments.count,
+            sync_period_steps=self.fragments.sync_period_steps,
+            overlap_steps=self.fragments.overlap_steps,
+            keep=self.fragments.keep,
+            push_codec=self.codec.push,
+            push_rho=self.codec.rho,
             chunk_elements=chunk_elements(rate, bits_per_element=4),
             state_chunk_elements=chunk_elements(rate, bits_per_element=32),
-            streams=self.wan.streams or (4 if not rate or rate > 100e6 else 1),
-            window_messages=32 if rate else 256, goal_tokens=int(run.goal_tokens),
-            tokens_per_run_step=int(run.tokens_per_run_step), max_offline_s=float(run.max_offline),
-        )  # fmt: skip
+            streams=streams,
+            window_messages=32 if rate else 256,
+            goal_tokens=int(self.run.goal_tokens),
+            tokens_per_run_step=int(self.run.tokens_per_run_step),
+            max_offline_s=float(self.run.max_offline),
+        )
 
     @property
     def message_rate(self) -> float:
         """The slowest rate, in bit/s, that one learner's data may have to live with; 0: none."""
-        rates = [self._share(self.wan.up, self.wan.total_up), self.down_rate]
-        return min((rate for rate in rates if rate), default=0.0)
+        return _smallest_limit(self._share(self.wan.up, self.wan.total_up), self.down_rate)
 
     @property
     def down_rate(self) -> float:
-        """The same of what a learner receives."""
+        """The slowest rate, in bit/s, at which one learner may receive; 0: none."""
         return self._share(self.wan.down, self.wan.total_down)
 
     def _share(self, each: BitRate, total: BitRate) -> float:
         """The rate of one learner, for sizes that are fixed before anybody comes."""
         expected = self.merge.quorum if self.merge.quorum > 1 else 4
-        return min((float(rate) for rate in (each, total / expected) if rate), default=0.0)
+        return _smallest_limit(each, total / expected)
 
-    @property
+    @cached_property
     def policy(self) -> Policy:
-        """The rules of the next round."""
-        merge, rule = self.merge, "mean" if self.run.mode is Mode.DILOCO else "layout"
+        """The rules by which rounds are merged."""
         return Policy(
-            weights=merge.weights, rule=rule,
-            outer_lr=merge.outer_lr, momentum=merge.outer_momentum,
-            codec=self.codec.publish, rho=self.codec.rho,
+            weights=self.merge.weights,
+            rule="mean" if self.run.mode is Mode.DILOCO else "layout",
+            outer_lr=self.merge.outer_lr,
+            momentum=self.merge.outer_momentum,
+            codec=self.codec.publish,
+            rho=self.codec.rho,
             chunk_elements=self.shared.chunk_elements,
-        )  # fmt: skip
+        )
+
+
+def _smallest_limit(*rates: float) -> float:
+    """The smallest of some rates; 0 is no limit."""
+    return min((float(rate) for rate in rates if rate), default=0.0)
 
 
 MESSAGE_S: Final = 0.01
@@ -204,21 +218,28 @@ def load_broker(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
     config = load(BrokerConfig, path, flags, MODE_PRESETS[mode])
     listen = parse_address(config.broker.listen, listen=True)
     _require(listen.port <= 65533, "broker.listen", "a port up to 65533: it takes three", listen)
-    seeder = config.run.seeder
-    named = not seeder or re.match(msg.NAME_PATTERN, seeder)
-    _require(named, "run.seeder", "a learner's name", seeder)
+    if config.run.seeder:
+        named = re.match(msg.NAME_PATTERN, config.run.seeder)
+        _require(named, "run.seeder", "a learner's name", config.run.seeder)
     cut = config.fragments
-    below = f"less than fragments.sync_period_steps = {cut.sync_period_steps}"
-    fits = cut.overlap_steps < cut.sync_period_steps
-    _require(fits, "fragments.overlap_steps", below, cut.overlap_steps)
-    # A learner waits for the version of each fragment: with several, two rounds in flight could
-    # wait for learners that wait for a third.
-    whole = config.run.mode is not Mode.DILOCO or cut.count == 1
-    _require(whole, "fragments.count", "1 in mode diloco", cut.count)
+    _require(
+        cut.overlap_steps < cut.sync_period_steps,
+        "fragments.overlap_steps",
+        f"less than fragments.sync_period_steps = {cut.sync_period_steps}",
+        cut.overlap_steps,
+    )
+    if mode is Mode.DILOCO:
+        # A learner waits for the version of each fragment: with several, two rounds in flight could
+        # wait for learners that wait for a third.
+        _require(cut.count == 1, "fragments.count", "1 in mode diloco", cut.count)
     for name in ("up", "down", "total_up", "total_down"):
         rate: BitRate = getattr(config.wan, name)
-        expected = f"0 (no limit) or at least {BitRate(RATE_MIN).text()}, with its unit"
-        _require(not rate or rate >= RATE_MIN, f"wan.{name}", expected, rate.text())
+        _require(
+            not rate or rate >= RATE_MIN,
+            f"wan.{name}",
+            f"0 (no limit) or at least {BitRate(RATE_MIN).text()}, with its unit",
+            rate.text(),
+        )
     return config
 
 

@@ -1,4 +1,4 @@
-"""The facts of a round, as syncer, merge and store hand them on. Plain data, no behaviour.
+"""The facts of a run and of its rounds, as syncer, merge and store hand them on: plain data.
 
 Arrays are float32 (n,) of one fragment, and are never written to after they are made: a worker or
 a snapshot may still read the old ones while the next version is made.
@@ -6,10 +6,11 @@ a snapshot may still read the old ones while the next version is made.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from narrows.proto.messages import CodecName
+from narrows.proto.messages import CodecName, Layout, Phase
 
 if TYPE_CHECKING:  # The codec compiles with numba, and `narrows broker --help` must be quick.
     from narrows.proto.codec import F32, EncodedChunk
@@ -69,7 +70,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Contribution:
-    """A complete push, with its chunks as they travelled."""
+    """A complete push."""
 
     learner: str
     incarnation: str
@@ -80,11 +81,13 @@ class Contribution:
     codec: CodecName
     chunk_elements: int
     """Elements of its chunks: those of the epoch in which it was pushed."""
-    chunks: tuple[bytes, ...]
+    chunks: tuple[bytes, ...] = ()
+    """Its payloads as they travelled; none where only the facts of the push are needed."""
 
     @property
     def order(self) -> tuple[str, str]:
-        """Sums run in this order, and so do rows and payloads; who builds a round sorts once."""
+        """Sums run in this order, and so do rows and payloads: a round is sorted once, when it is
+        made."""
         return self.learner, self.incarnation
 
 
@@ -115,3 +118,36 @@ class Version:
     """`published - published before`, coded."""
     norms: tuple[float, ...] = ()
     """Norm of each contribution, for the alarm."""
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """Facts of a whole run."""
+
+    run_id: str
+    phase: Phase
+    clock: int
+    """Tokens of all merged pushes, summed over fragments."""
+    fragments: int
+    """P; 0 before version 0."""
+    layout: Layout | None
+    """None before version 0."""
+
+
+@dataclass(frozen=True)
+class Recovered(RunRow):
+    """All that a life of the broker begins with."""
+
+    life: int
+    heads: tuple[int, ...]
+    """Newest durable version of each fragment; empty before version 0."""
+    period_s: float
+    """Period of the newest round; 0: none."""
+    merged: Mapping[tuple[str, int], int]
+    """(incarnation, fragment) -> newest merged push id; what was merged last stands last."""
+    merged_tokens: Mapping[str, int]
+    """Incarnation -> tokens of its merged pushes, summed over fragments."""
+    states: tuple[FragmentState, ...] = ()
+    """Newest whole snapshot of each fragment, empty before version 0: `Store.replay` goes on."""
+    notes: tuple[str, ...] = ()
+    """Lines that an operator should read: each tells of damage that was got over."""

@@ -1,8 +1,9 @@
 """The public face of a learner: `from narrows.learner import Learner`.
 
 User code imports `Learner` and the errors that it may raise. `learner`, `loop`, `parameters` and
-`weights` face the training loop; `session` and `fragment` decide and know no clock; `host`,
-`island` and `link` do what they decide.
+`weights` face the training loop; `exchange` waits where the loop must. `session` and `fragment`
+decide and know no clock. `host` and `boundary` do what they decide, with the parameters of `island`
+and `gpu`. `link` and `sockets` reach one broker.
 """
 
 from __future__ import annotations

@@ -1,13 +1,17 @@
-"""The effects of a learner's session: its host performs them.
+"""The decisions of a learner's session: effects for its host, tasks for the training thread.
 
 A session is ahead of its effects when they are performed, so an effect carries all that it needs.
+Two effects touch parameters. Of these the host makes tasks, complete with the copies that they
+need, and learner/boundary.py performs them on the training thread.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
+from narrows.proto.layout import Fragment
 from narrows.proto.messages import ControlMessage, DataKind, Ranges
+from narrows.proto.ports import Adoption, Copy
 
 
 class Send(NamedTuple):
@@ -36,7 +40,8 @@ class Assemble(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """Copy `published - parameters` of a fragment now, encode it off the loop, call `encoded`."""
+    """Copy parameters of a fragment at this boundary, code `published - parameters` off the loop,
+    call `encoded`."""
 
     fragment: int
     push_id: int
@@ -44,7 +49,7 @@ class Snapshot(NamedTuple):
 
 
 class Adopt(NamedTuple):
-    """Apply the rule of island.py to the parameters, now:
+    """Apply the rule of island.py to the parameters at this boundary:
 
     params = new + keep * (params - old + push) - (0 if merged else push)
     """
@@ -70,3 +75,39 @@ class Note(NamedTuple):
 
 
 Effect: TypeAlias = Send | SendChunks | Assemble | Snapshot | Adopt | Note
+
+
+# What the training thread does at a boundary, in this order. It hands each result to the host.
+
+
+class Move(NamedTuple):
+    """Move the parameters of a fragment by the rule of an adoption, then call `adopted`."""
+
+    effect: Adopt
+    fragment: Fragment
+    rule: Adoption
+
+
+class Overwrite(NamedTuple):
+    """Make the parameters of a fragment equal to a copy, then call `adopted`."""
+
+    effect: Adopt
+    fragment: Fragment
+    new: Copy
+
+
+class TakeSnapshot(NamedTuple):
+    """Copy the parameters of a fragment, which stand on `base`, then call `snapshot_taken`."""
+
+    effect: Snapshot
+    fragment: Fragment
+    base: Copy
+
+
+class Read(NamedTuple):
+    """Read the parameters of a fragment for version 0, then call `seed_read`."""
+
+    fragment: Fragment
+
+
+Task: TypeAlias = Move | Overwrite | TakeSnapshot | Read

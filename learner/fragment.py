@@ -1,9 +1,9 @@
 """State of one fragment at a learner: the base of its parameters, what arrives, what is pushed.
 
-Three versions matter. `base` is the base: the version that the parameters stand on. `tip` is the
-newest published copy that is whole on this machine; a boundary adopts it. `head` is the newest
-version that the broker has told of; what lies between tip and head is fetched. The tip is below
-the base only after a copy was found damaged, until the versions up to the head are here again.
+Three versions matter. `base` is the version that the parameters stand on. `tip` is the newest
+published copy that is whole on this machine; a boundary adopts it. `head` is the newest version
+that the broker has told of; the versions between tip and head are fetched. The tip is below the
+base only after a copy was found damaged, until the versions up to the head are here again.
 
 The push of a fragment goes through four states, and no second push exists before it is NONE again:
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple
 
 from narrows.learner.effects import Adopt, Assemble, Snapshot
 from narrows.proto import messages as msg
@@ -31,8 +31,14 @@ AHEAD_MAX: Final = 2 * PUBLICATIONS_KEPT
 """Publications kept beyond the copy that is here or on its way. While a state is fetched the live
 ones go on, and they lead from it to the head; so many cost about as much memory as the state."""
 
-Key: TypeAlias = tuple[DataKind, int]
-"""Kind and version of a transfer."""
+NO_COPY: Final = msg.PublishedCopy(-1, 0)
+
+
+class Key(NamedTuple):
+    """Names a transfer of a fragment."""
+
+    kind: DataKind
+    version: int
 
 
 class Standing(Enum):
@@ -68,7 +74,6 @@ class FragmentSession:
     standing: Standing = Standing.ADRIFT
     base: int = -1
     tip: int = -1
-    tip_digest: int = 0
     head: int = -1
     pushed: Pushed = Pushed.NONE
     push: msg.Push | None = None
@@ -78,6 +83,7 @@ class FragmentSession:
     tokens: int = 0
     """Tokens of the steps that no push has taken yet."""
     steps: int = 0
+    """The number of those steps."""
     merged_tokens: int = 0
     lost_tokens: int = 0
     """Tokens of steps whose work an adoption overwrote, or that ended in a lost history."""
@@ -94,8 +100,8 @@ class FragmentSession:
     """Pushes that could not be coded since the last one that was."""
     copy_digests: dict[int, int] = field(default_factory=dict[int, int])
     """Digests of the newest published copies that were made here, by version."""
-    told: tuple[int, int] = (-1, 0)
-    """Version and digest of the head, as a Beat of this epoch told last."""
+    told: msg.PublishedCopy = NO_COPY
+    """The published copy of the head, as a Beat of this epoch told last."""
 
     @property
     def index(self) -> int:
@@ -108,6 +114,16 @@ class FragmentSession:
         return self.push.push_id if self.push else 0
 
     @property
+    def pushed_tokens(self) -> int:
+        """Tokens of the steps that this push has taken."""
+        return self.push.tokens if self.push else 0
+
+    @property
+    def newest_copy(self) -> msg.PublishedCopy:
+        """The copy at the tip, as Hello tells it."""
+        return msg.PublishedCopy(self.tip, self.copy_digests.get(self.tip, 0))
+
+    @property
     def finished(self) -> bool:
         """Nothing of this learner is left that a version could take."""
         return self.steps == 0 and self.pushed in (Pushed.NONE, Pushed.MERGED)
@@ -116,40 +132,46 @@ class FragmentSession:
 
     def chunk(self, header: msg.Header, now: float) -> bool:
         """Whether this chunk of a PUBLICATION or STATE is wanted; if so, it counts as here."""
-        kind, version, coming = header.kind, header.version, self._coming_state
+        key = Key(header.kind, header.version)
+        coming = self._coming_state
         near = max(self.tip, coming)
-        if version <= self.tip:
+        if key.version <= self.tip:
             return False
-        if kind is DataKind.PUBLICATION and not near < version <= near + AHEAD_MAX:
+        if key.kind is DataKind.PUBLICATION and not near < key.version <= near + AHEAD_MAX:
             return False
         # The broker may answer with a copy that it serves to others, and go on with a newer one.
-        if kind is DataKind.STATE and version < coming and self.arriving[kind, coming].here:
+        is_older = key.kind is DataKind.STATE and key.version < coming
+        if is_older and self.arriving[Key(DataKind.STATE, coming)].here:
             return False
-        self.head = max(self.head, version)
-        return self._arrival(kind, version, now).add(header.chunk, now)
+        self.head = max(self.head, key.version)
+        return self._arrival(key, now).add(header.chunk, now)
 
     def next_assembly(self, now: float) -> Assemble | None:
         """The next copy that can be made: a complete state, or the complete next publication."""
         if self.assembling is not None or now < self.again_at:
             return None
-        for key in ((DataKind.STATE, self._coming_state), (DataKind.PUBLICATION, self.tip + 1)):
-            transfer = self.arriving.get(key)
-            # Without a copy there is nothing that a publication could be added to.
-            if transfer and transfer.complete and (key[0] is DataKind.STATE or self.tip >= 0):
+        candidates = [Key(DataKind.STATE, self._coming_state)]
+        if self.tip >= 0:  # Else there is no copy that a publication could be added to.
+            candidates.append(Key(DataKind.PUBLICATION, self.tip + 1))
+        for key in candidates:
+            if key in self.arriving and self.arriving[key].complete:
                 self.assembling = key
-                return Assemble(key[0], self.index, key[1])
+                return Assemble(key.kind, self.index, key.version)
         return None
 
     def assembled(self, header: msg.Header) -> None:
         """The host has made the copy that it was asked for: it is the new tip. `header` is that of
         chunk 0."""
-        self.assembling, self.trouble = None, ""
-        self.tip, self.tip_digest = header.version, header.result_digest
-        newest = {**self.copy_digests, self.tip: self.tip_digest}.items()
+        self.assembling = None
+        self.trouble = ""
+        self.tip = header.version
+        self.copy_digests[self.tip] = header.result_digest
         self.copy_digests = {
-            version: each for version, each in newest if version > self.tip - AHEAD_MAX
+            version: digest
+            for version, digest in self.copy_digests.items()
+            if version > self.tip - AHEAD_MAX
         }
-        self.arriving = {key: each for key, each in self.arriving.items() if key[1] > self.tip}
+        self._drop_arriving_up_to(self.tip)
         # A state tells our newest push in it, a publication names all of its pushes.
         own = msg.Contributor(self.incarnation, self.push_id)
         is_held = header.push_id >= self.push_id or own in header.contributors
@@ -158,18 +180,19 @@ class FragmentSession:
 
     def try_again(self, now: float) -> None:
         """A copy could not be made: the tip and the chunks stay, and the next try comes after a
-        pause."""
-        again = now < self.again_at + timing.COPY_AGAIN_MAX_S
-        longer_s = min(2 * self.pause_s, timing.COPY_AGAIN_MAX_S) if again else 0.0
-        self.pause_s = max(timing.COPY_AGAIN_S, longer_s)
-        self.assembling, self.again_at = None, now + self.pause_s
+        pause, which doubles if the last failure was not long ago."""
+        is_repeated = now < self.again_at + timing.COPY_AGAIN_MAX_S
+        pause_s = 2 * self.pause_s if is_repeated else timing.COPY_AGAIN_S
+        self.pause_s = min(max(timing.COPY_AGAIN_S, pause_s), timing.COPY_AGAIN_MAX_S)
+        self.again_at = now + self.pause_s
+        self.assembling = None
 
     def drop_copy(self, now: float) -> None:
         """The newest copy, the one that it was built on, or a chunk is wrong: all that is dropped,
         and a state is fetched. The broker may serve one that is older than the base."""
         self.arriving.clear()
         self.copy_digests.clear()
-        self.tip, self.tip_digest = -1, 0
+        self.tip = -1
         if self.pushed is Pushed.MERGED:  # The next copy may be older than the one that has it.
             self.pushed = Pushed.WAITING
         self.try_again(now)
@@ -177,8 +200,7 @@ class FragmentSession:
     @property
     def altered(self) -> bool:
         """The copy of the version that the Beat told is here, and it is another one."""
-        version, digest = self.told
-        return self.copy_digests.get(version, digest) != digest
+        return self.copy_digests.get(self.told.version, self.told.digest) != self.told.digest
 
     def expect(self, now: float, *, pull: bool) -> None:
         """Begins the transfers that lead from the tip to the head.
@@ -190,15 +212,15 @@ class FragmentSession:
         if self.tip < 0 or self.head - self.tip > PUBLICATIONS_KEPT:
             # A state would take the place of publications that are here: they come first.
             if self.assembling is None:
-                self._arrival(DataKind.STATE, self.head, now)
+                self._arrival(Key(DataKind.STATE, self.head), now)
             return
         for version in range(self.tip + 1, self.head + 1):
-            self._arrival(DataKind.PUBLICATION, version, now, pull=pull)
+            self._arrival(Key(DataKind.PUBLICATION, version), now, pull=pull)
 
     @property
     def pulled(self) -> list[tuple[Key, Transfer]]:
         """The transfers to ask for: a state covers all publications that it could need."""
-        state = (DataKind.STATE, self._coming_state)
+        state = Key(DataKind.STATE, self._coming_state)
         if state in self.arriving:
             return [(state, self.arriving[state])]
         return sorted(self.arriving.items())
@@ -206,27 +228,27 @@ class FragmentSession:
     @property
     def _coming_state(self) -> int:
         """Version of the state that is on its way; -1: none is."""
-        return max((key[1] for key in self.arriving if key[0] is DataKind.STATE), default=-1)
+        return max((key.version for key in self.arriving if key.kind is DataKind.STATE), default=-1)
 
-    def _arrival(self, kind: DataKind, version: int, now: float, *, pull: bool = False) -> Transfer:
+    def _arrival(self, key: Key, now: float, *, pull: bool = False) -> Transfer:
         """The transfer that is on its way, or a new one."""
-        if (kind, version) in self.arriving:
-            return self.arriving[kind, version]
+        if key in self.arriving:
+            return self.arriving[key]
         size = self.settings.chunk_elements
-        if kind is DataKind.STATE:
+        if key.kind is DataKind.STATE:
+            size = self.settings.state_chunk_elements
             # A state comes only when this learner has asked: for it, for another one, or for a
-            # publication that is no longer kept. So the rest of it must be asked for. It replaces
-            # an older state, and every publication that it covers.
-            size, pull = self.settings.state_chunk_elements, True
-            self.arriving = {
-                key: each
-                for key, each in self.arriving.items()
-                if key[0] is not DataKind.STATE and key[1] > version
-            }
-        chunks, streams = self.fragment.chunk_count(size), self.settings.streams
-        transfer = Transfer(chunks, now, unasked=not pull, streams=streams)
-        self.arriving[kind, version] = transfer
-        return transfer
+            # publication that is no longer kept. So the rest of it must be asked for.
+            pull = True
+            # It replaces an older state, and every publication that it covers.
+            self.arriving.pop(Key(DataKind.STATE, self._coming_state), None)
+            self._drop_arriving_up_to(key.version)
+        chunks = self.fragment.chunk_count(size)
+        transfer = Transfer(chunks, now, unasked=not pull, streams=self.settings.streams)
+        return self.arriving.setdefault(key, transfer)
+
+    def _drop_arriving_up_to(self, version: int) -> None:
+        self.arriving = {key: each for key, each in self.arriving.items() if key.version > version}
 
     # The training thread: adopt, then push.
 
@@ -240,14 +262,18 @@ class FragmentSession:
     def adopt(self, keep: float, *, final: bool = False) -> Adopt:
         """Moves the parameters to the tip; `final` makes them equal to it, whatever they were."""
         assert self.tip >= 0, self
-        overwrite, merged = final or self.standing is Standing.ADRIFT, self.pushed is Pushed.MERGED
-        keep = 0.0 if overwrite else keep
+        merged = self.pushed is Pushed.MERGED
+        overwrite = final or self.standing is Standing.ADRIFT
+        if overwrite:
+            keep = 0.0
         effect = Adopt(self.index, self.tip, self.push_id, keep, merged, overwrite)
         if keep == 0:
-            self.lost_tokens, self.tokens, self.steps = self.lost_tokens + self.tokens, 0, 0
+            self.lost_tokens += self.tokens
+            self.tokens = self.steps = 0
         if merged or overwrite:
             self._settle()
-        self.base, self.standing = self.tip, Standing.FINAL if final else Standing.BASED
+        self.base = self.tip
+        self.standing = Standing.FINAL if final else Standing.BASED
         return effect
 
     def snapshot(self, push_id: int) -> Snapshot:
@@ -265,7 +291,8 @@ class FragmentSession:
         """
         if self.push is None or push_id != self.push_id or self.pushed is Pushed.MERGED:
             return
-        self.tokens, self.steps = self.tokens + self.push.tokens, self.steps + self.push.steps
+        self.tokens += self.push.tokens
+        self.steps += self.push.steps
         self.push, self.pushed = None, Pushed.NONE
         if not finite:
             self.standing = Standing.ADRIFT
@@ -277,12 +304,14 @@ class FragmentSession:
         so because an exception may have come between any two lines of this class.
         """
         self._settle()
-        self.lost_tokens, self.tokens, self.steps = logged_tokens - self.merged_tokens, 0, 0
+        self.lost_tokens = logged_tokens - self.merged_tokens
+        self.tokens = self.steps = 0
         self.standing = Standing.ADRIFT
 
     def _settle(self) -> None:
         """The push, if there is one, is over: a version holds it, or its work is overwritten."""
-        tokens, merged = self.push.tokens if self.push else 0, self.pushed is Pushed.MERGED
+        tokens = self.pushed_tokens
+        merged = self.pushed is Pushed.MERGED
         # First: an exception that came behind the count would have it counted twice.
         self.push, self.pushed = None, Pushed.NONE
         if merged:
@@ -295,13 +324,15 @@ class FragmentSession:
 
         `go_back`: the copy here is not of the broker's history; its head replaces everything.
         """
-        self.settings, self.assembling = settings, None
+        self.settings = settings
+        self.assembling = None
         self.arriving.clear()
-        self.told = (-1, 0)
+        self.told = NO_COPY
         if go_back:
             self.copy_digests.clear()
             self._settle()
-            self.standing, self.base, self.tip, self.tip_digest = Standing.ADRIFT, -1, -1, 0
+            self.standing = Standing.ADRIFT
+            self.base = self.tip = -1
         self.head = self.tip
 
     def check(self) -> None:
@@ -310,5 +341,5 @@ class FragmentSession:
         assert (self.push is None) == (self.pushed is Pushed.NONE), self
         assert self.push is None or self.standing is Standing.BASED, self
         assert (self.steps > 0) or self.tokens == 0, self
-        assert all(version > self.tip for _, version in self.arriving), self
-        assert sum(kind is DataKind.STATE for kind, _ in self.arriving) <= 1, self
+        assert all(key.version > self.tip for key in self.arriving), self
+        assert sum(key.kind is DataKind.STATE for key in self.arriving) <= 1, self

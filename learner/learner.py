@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from narrows.learner.island import Island
+from narrows.learner.exchange import Exchange
+from narrows.learner.gpu import TorchIsland
 from narrows.learner.link import Link
 from narrows.learner.loop import Loss, StepLog, bare_optimizers, ramp_steps
 from narrows.learner.parameters import Parameters, misuse
@@ -73,12 +74,13 @@ class Learner:
         self._optimizers = bare_optimizers(optimizer)
         self._parameters = Parameters(model, merge_rules)
         self._watch = WeightWatch(self._parameters, self._optimizers)
-        self._boundary, self._leave_timeout_s = boundary, leave_timeout_s
-        self._link = Link(
-            join_target(broker, name, key), self._parameters.layout, Island(self._parameters),
-            join_timeout_s=join_timeout_s, adopting=self._watch.adopted,
+        self._boundary = boundary
+        self._leave_timeout_s = leave_timeout_s
+        link = Link(
+            join_target(broker, name, key), self._parameters.layout, TorchIsland(self._parameters),
             events=None if events is None else Path(events),
         )  # fmt: skip
+        self._exchange = Exchange(link, join_timeout_s=join_timeout_s, adopting=self._watch.adopted)
         self._log = StepLog()
         self._hooks: list[RemovableHandle] = []
         self._entered = False
@@ -91,12 +93,11 @@ class Learner:
         try:
             self._watch.start()
             # Not sooner: between the constructor and here the optimizers' state may be loaded.
-            self._link.join(ramp_steps(self._optimizers))
+            self._exchange.join(ramp_steps(self._optimizers))
             if self._boundary == "step":
-                first, last = self._optimizers[0], self._optimizers[-1]
                 self._hooks = [
-                    first.register_step_pre_hook(lambda *_: self._before_step()),
-                    last.register_step_post_hook(lambda *_: self.step()),
+                    self._optimizers[0].register_step_pre_hook(lambda *_: self._before_step()),
+                    self._optimizers[-1].register_step_post_hook(lambda *_: self.step()),
                 ]
         except BaseException:
             self._abort()
@@ -115,14 +116,16 @@ class Learner:
         try:
             self._remove_hooks()
             self._watch.look_at_buffers()
-            self._link.finish(self._leave_timeout_s)
+            self._exchange.finish(self._leave_timeout_s)
         except BaseException:
             self._abort()
             raise
 
     def until_end(self, loader: Iterable[Batch]) -> Generator[Batch]:
         """Yields the loader's batches until it ends or `should_stop`; never starts it anew."""
-        for batch in () if self.should_stop else loader:
+        if self.should_stop:
+            return
+        for batch in loader:
             if self.should_stop:  # The run has ended while the loader waited for its data.
                 return
             yield batch
@@ -161,46 +164,50 @@ class Learner:
                 )
             self._watch.stepped()
             try:
-                self._link.boundary(tokens, loss)
+                self._exchange.boundary(tokens, loss)
             finally:  # Also where an exception has broken an adoption off.
                 self._watch.boundary_over()
 
     @contextmanager
     def pause(self, reason: str = "evaluating") -> Generator[None]:
         """Tells the broker that no steps are made while in the block, so that no round waits."""
-        self._link.set_paused(reason)
+        self._exchange.set_paused(reason)
         try:
             yield
         finally:
-            self._link.set_paused(None)
+            self._exchange.set_paused(None)
 
     @property
     def should_stop(self) -> bool:
         """The run has reached its goal: do not step any more."""
-        with self._link.session() as (session, _):
+        with self._exchange.session() as (session, _):
             return session.stopping
 
     @property
     def run_tokens(self) -> float:
         """The run's clock in tokens of all learners. It never falls."""
-        with self._link.session() as (session, now):
+        with self._exchange.session() as (session, now):
             return session.run_tokens(now)
 
     @property
     def run_step(self) -> float:
         """The run's clock in steps: learning-rate schedules follow it."""
-        with self._link.session() as (session, now):
+        with self._exchange.session() as (session, now):
             own = session.tokens / max(1, session.steps)
             step_tokens = session.settings.tokens_per_run_step or own
-            return session.run_tokens(now) / step_tokens if step_tokens else 0.0
+            if not step_tokens:
+                return 0.0
+            return session.run_tokens(now) / step_tokens
 
     @property
     def progress(self) -> float:
         """Fraction of the run's goal that is reached, 0 to 1, never falling; 0 without a goal."""
-        with self._link.session() as (session, now):
+        with self._exchange.session() as (session, now):
             goal = session.settings.goal_tokens
-            reached = min(1.0, session.run_tokens(now) / goal) if goal else 0.0
-        self._progress = max(self._progress, reached)  # Another life may have a larger goal.
+            if goal:
+                reached = min(1.0, session.run_tokens(now) / goal)
+                # Another life of the broker may have a larger goal.
+                self._progress = max(self._progress, reached)
         return self._progress
 
     @property
@@ -210,14 +217,16 @@ class Learner:
         It rises step by step for a learner that joined a run under way without the inner state of
         its optimizers, and is 1 for every other one.
         """
-        with self._link.session() as (session, _):
-            steps = session.ramp_steps if self._entered else ramp_steps(self._optimizers)
+        with self._exchange.session() as (session, _):
+            steps = session.ramp_steps
+            if not self._entered:
+                steps = ramp_steps(self._optimizers)
             return min(1.0, (session.steps + 1) / max(1, steps))
 
     @property
     def health(self) -> str:
         """One word: joining, connected, waiting, blocked, offline, refused, final or ended."""
-        with self._link.session() as (session, now):
+        with self._exchange.session() as (session, now):
             return session.health(now)
 
     def state_dict(self) -> dict[str, Any]:
@@ -227,7 +236,7 @@ class Learner:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a safetensors file; its metadata name the run, the version of each fragment, and
         whether this is the final model."""
-        with self._link.session() as (session, _):
+        with self._exchange.session() as (session, _):
             metadata = {
                 "format": "pt",
                 "narrows.final": str(session.final).lower(),
@@ -238,7 +247,7 @@ class Learner:
 
     def stats(self) -> dict[str, Any]:
         """Counters of the exchange; `code_s`: seconds of the training thread in our code."""
-        return {**self._link.stats(), "code_s": self._code_s}
+        return {**self._exchange.stats(), "code_s": self._code_s}
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -248,7 +257,7 @@ class Learner:
         """Cleans up while an exception is under way; an error here must not hide it."""
         try:
             self._remove_hooks()
-            self._link.abort()
+            self._exchange.abort()
         except Exception:
             _log.exception("cleaning up after an error failed too; the first error is raised")
 
@@ -262,8 +271,10 @@ class Learner:
 
 
 def _refuse_several_ranks() -> None:
-    is_initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if is_initialized and (ranks := torch.distributed.get_world_size()) > 1:
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    ranks = torch.distributed.get_world_size()
+    if ranks > 1:
         raise misuse(
             "torch.distributed is initialised with several ranks",
             expected="world size 1",

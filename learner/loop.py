@@ -1,4 +1,5 @@
-"""The training loop's side: tokens and losses of a step, optimizers, warm-up of a newcomer."""
+"""The training loop's part: it logs tokens and losses of a step, and its optimizers tell how long a
+newcomer warms up."""
 
 from __future__ import annotations
 
@@ -20,10 +21,11 @@ RAMP_STEPS_MIN: Final = 20
 
 
 class StepLog:
-    """Tokens and the mean loss of what the coming step learns from.
+    """Tokens and the mean loss of the batches that the coming step learns from.
 
-    What was logged since the last step counts for the next one; a loop that skips a step says so
-    with `discard`, because nobody sees a step that was not made. A device is never waited for.
+    Batches that were logged since the last step count for the next one; a loop that skips a step
+    says so with `discard`, because nobody sees a step that was not made. It never waits for a
+    device.
     """
 
     def __init__(self) -> None:
@@ -31,13 +33,16 @@ class StepLog:
         self._loss: Loss | None = None
         self._newest: float | None = None
         self._coming: tuple[Tensor, torch.Event] | None = None
-        """A loss on its way from its device."""
+        """A loss on its way from its device, and the event that says that it is here."""
 
     def add(self, tokens: int, loss: Loss | None) -> None:
         """Raises LocalProtocolError MISUSE."""
         if isinstance(tokens, Tensor):  # Reading it could wait for its device.
-            remedy = "Count on the host, for instance batch.numel()."
-            raise misuse("tokens is a tensor", expected="an int", remedy=remedy)
+            raise misuse(
+                "tokens is a tensor",
+                expected="an int",
+                remedy="Count on the host, for instance batch.numel().",
+            )
         count = operator.index(tokens)
         if count <= 0:
             raise misuse("tokens must be positive", expected="> 0", got=str(count))
@@ -54,29 +59,36 @@ class StepLog:
         self._tokens += count
         if loss is not None:
             self._loss_tokens += count
-            share = count / self._loss_tokens
-            self._loss = loss if self._loss is None else loss * share + self._loss * (1.0 - share)
+            if self._loss is None:
+                self._loss = loss
+            else:
+                share = count / self._loss_tokens
+                self._loss = loss * share + self._loss * (1.0 - share)
 
     def discard(self) -> None:
         """Drops what was logged since the last step."""
-        self._tokens, self._loss, self._loss_tokens = 0, None, 0
+        self._tokens = self._loss_tokens = 0
+        self._loss = None
 
     def take(self) -> tuple[int, float | None]:
         """Tokens since the last call, 0 if nothing was logged, and the newest mean loss that has
         arrived: this step's if it is on the host, else one of a few steps ago, None before it."""
-        tokens, loss = self._tokens, self._loss
+        tokens = self._tokens
+        loss = self._loss
         self.discard()
-        if self._coming is not None and self._coming[1].query():
-            self._newest = self._coming[0].item()
-            self._coming = None
-        if not isinstance(loss, Tensor):
-            self._newest = self._newest if loss is None else float(loss)
-        elif self._coming is None:
-            # One at a time: with one per step they would queue up behind a slow device.
-            event = torch.Event(device=loss.device)
+        if self._coming is not None:
+            copy, arrived = self._coming
+            if arrived.query():
+                self._newest = copy.item()
+                self._coming = None
+        # One at a time: with one per step they would queue up behind a slow device.
+        if isinstance(loss, Tensor) and self._coming is None:
+            arrived = torch.Event(device=loss.device)
             copy = loss.to("cpu", non_blocking=True)
-            event.record(torch.accelerator.current_stream(loss.device))
-            self._coming = copy, event
+            arrived.record(torch.accelerator.current_stream(loss.device))
+            self._coming = copy, arrived
+        elif not isinstance(loss, Tensor | None):
+            self._newest = float(loss)
         return tokens, self._newest
 
 
@@ -87,16 +99,15 @@ def bare_optimizers(optimizer: Any) -> list[Optimizer]:
     # Accelerate's wrapper is one by its type, but only lends the groups of the one that it wraps.
     if isinstance(optimizer, Optimizer) and "param_groups" in vars(optimizer):
         return [optimizer]
+    if isinstance(optimizer, Sequence) and len(optimizer):
+        return [bare for each in optimizer for bare in bare_optimizers(each)]
     inside = getattr(optimizer, "optimizers", None) or getattr(optimizer, "optimizer", None)
-    parts = optimizer if isinstance(optimizer, Sequence) else inside
-    if parts is not None:
-        parts = parts if isinstance(parts, Sequence) else [parts]
-        if found := [one for part in parts for one in bare_optimizers(part)]:
-            return found
+    if inside is not None:
+        return bare_optimizers(inside)
     raise misuse(
         "optimizer is of the wrong kind",
         expected="a torch.optim.Optimizer, a list of them, or a wrapper around one",
-        got=type(optimizer).__name__ if not isinstance(optimizer, Sequence) else "an empty list",
+        got="an empty list" if isinstance(optimizer, Sequence) else type(optimizer).__name__,
     )
 
 

@@ -1,13 +1,13 @@
 """The trainable parameters of a torch module: their layout, reading, writing, saving.
 
-The exchange sees a module as fragments of flat float32 vectors. This file alone knows which tensor
-an element belongs to.
+The exchange sees a module as fragments of flat float32 vectors. No other file knows which tensor an
+element belongs to.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -61,6 +61,7 @@ class Parameters:
         entries = self._entries(merge_rules or {})
         self.layout = Layout(frozen_digest(_named(self.module, trainable=False)), entries)
         self._views: dict[Piece, tuple[int, Tensor]] = {}
+        """The view of each piece, and the address of its tensor when the view was made."""
 
     def read(self, fragment: Fragment, out: F32) -> None:
         """Copies a fragment to host memory; `out` is float32 (fragment.elements,)."""
@@ -88,9 +89,10 @@ class Parameters:
         parameter gets other memory, as from `model.to(...)`.
         """
         address = self.tensors[piece.tensor].data_ptr()
-        known = self._views.get(piece)
-        if known is not None and known[0] == address:
-            return known[1]
+        if piece in self._views:
+            known_address, view = self._views[piece]
+            if known_address == address:
+                return view
         tensor: Tensor = self.tensors[piece.tensor].detach()
         if tensor.is_contiguous():
             view = tensor.view(-1)[piece.start : piece.start + piece.count]
@@ -111,8 +113,7 @@ class Parameters:
 
         The tensors share the model's memory, as those of `nn.Module.state_dict` do.
         """
-        state: dict[str, Any] = self.module.state_dict()
-        return {clean_name(name): value for name, value in state.items()}
+        return {clean_name(name): value for name, value in self.module.state_dict().items()}
 
     def save(self, path: str | os.PathLike[str], metadata: Mapping[str, str]) -> None:
         """Writes `state_dict()` as safetensors, for a strict `load_state_dict`.
@@ -196,42 +197,45 @@ def frozen_digest(named: Iterable[tuple[str, Tensor]]) -> int:
     return hasher.intdigest()
 
 
-def _named(module: nn.Module, *, trainable: bool) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in module.named_parameters(remove_duplicate=False):
-        if tensor.requires_grad == trainable:
-            yield clean_name(name), tensor
+def _named(module: nn.Module, *, trainable: bool) -> list[tuple[str, Tensor]]:
+    named = module.named_parameters(remove_duplicate=False)
+    return [(clean_name(name), each) for name, each in named if each.requires_grad == trainable]
 
 
-def _tied(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Tensor, tuple[str, ...]]]:
+def _tied(named: Iterable[tuple[str, Tensor]]) -> list[tuple[Tensor, tuple[str, ...]]]:
     """Each tensor once, with all its names. One weight is one Parameter, or two that share all of
     their memory; two that share a part of it, or in another shape, are refused: what moves one
     would move the other."""
-    groups: dict[object, tuple[Tensor, list[str]]] = {}
+    groups: dict[object, dict[str, Tensor]] = {}
+    """By memory, the tensors that share all of it, by name."""
     for name, tensor in named:
         memory = (tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride())
-        groups.setdefault(memory, (tensor, []))[1].append(name)
+        groups.setdefault(memory, {})[name] = tensor
+    tied = [(next(iter(group.values())), tuple(group)) for group in groups.values()]
+
     ends: dict[torch.device, tuple[int, str]] = {}
-    for tensor, names in sorted(groups.values(), key=lambda group: group[0].data_ptr()):
+    """By device, the address behind the tensors looked at so far, and a name of the last one."""
+    for tensor, (name, *_) in sorted(tied, key=lambda pair: pair[0].data_ptr()):
         start = tensor.data_ptr()
-        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         end, other = ends.get(tensor.device, (0, ""))
         if start < end:
             raise misuse(
-                f"parameters {other!r} and {names[0]!r} share memory in different shapes",
+                f"parameters {other!r} and {name!r} share memory in different shapes",
                 remedy="Tie them as one Parameter and transpose it where it is used.",
             )
-        ends[tensor.device] = (start + reach * tensor.element_size(), names[0])
-    for tensor, names in groups.values():
-        yield tensor, tuple(names)
+        ends[tensor.device] = (start + (last + 1) * tensor.element_size(), name)
+    return tied
 
 
 def _averaged(module: nn.Module) -> set[int]:
     """Ids of the weights of embeddings, of the output head, and of what is tied to them."""
-    tables = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    linears = [m for m in module.modules() if isinstance(m, nn.Linear)]
-    heads = [m for m in linears[-1:] if any(m.out_features == t.num_embeddings for t in tables)]
-    memory = {(m.weight.data_ptr(), m.weight.shape) for m in [*tables, *heads]}
-    return {id(p) for p in module.parameters() if (p.data_ptr(), p.shape) in memory}
+    tables = [each for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
+    linears = [each for each in module.modules() if isinstance(each, nn.Linear)]
+    rows = {table.num_embeddings for table in tables}
+    heads = [linear for linear in linears[-1:] if linear.out_features in rows]
+    memory = {(each.weight.data_ptr(), each.weight.shape) for each in [*tables, *heads]}
+    return {id(each) for each in module.parameters() if (each.data_ptr(), each.shape) in memory}
 
 
 def _chosen_rules(
@@ -244,7 +248,11 @@ def _chosen_rules(
             raise ConfigError(
                 f"unknown merge rule for {pattern!r}", expected=" or ".join(RULES), got=repr(text)
             )
-        matched = [i for i, ns in enumerate(names) if any(fnmatchcase(n, pattern) for n in ns)]
+        matched = [
+            index
+            for index, tensor_names in enumerate(names)
+            if any(fnmatchcase(name, pattern) for name in tensor_names)
+        ]
         if not matched:
             every = [name for tensor_names in names for name in tensor_names]
             raise ConfigError(
@@ -259,26 +267,29 @@ def _chosen_rules(
 def _check_usable(module: nn.Module) -> None:
     """Refuses what cannot be exchanged, and names the parameter."""
     for name, tensor in module.named_parameters():
-        if nn.parameter.is_lazy(tensor):
-            problem, remedy = "has no shape yet", "Run one forward pass first."
-        elif any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
-            problem = "is a DTensor"
-            remedy = "A learner is one process; sharded models are not supported."
-        elif tensor.is_meta:
-            problem = "is on the meta device"
-            remedy = "Give the model memory: model.to_empty(device=...)."
-        elif tensor.layout != torch.strided:
-            problem, remedy = f"is sparse ({tensor.layout})", "Use a dense parameter."
-        elif tensor.requires_grad and tensor.dtype not in DTYPES:
-            problem = f"has dtype {str(tensor.dtype).removeprefix('torch.')}"
-            remedy = f"Use one of {', '.join(DTYPES.values())} or freeze it."
-        elif tensor.requires_grad and not tensor.numel():
-            problem, remedy = "has no elements", "Remove or freeze it."
-        else:
-            continue
-        raise misuse(f"parameter {clean_name(name)!r} {problem}", remedy=remedy)
+        problem, remedy = _problem(tensor)
+        if problem:
+            raise misuse(f"parameter {clean_name(name)!r} {problem}", remedy=remedy)
     if not any(tensor.requires_grad for tensor in module.parameters()):
         raise misuse(
             "the model has no trainable parameter",
             remedy="Set requires_grad on what shall be trained before the Learner is made.",
         )
+
+
+def _problem(tensor: Tensor) -> tuple[str, str]:
+    """Why a parameter cannot be exchanged, and the remedy; empty texts: it can."""
+    if nn.parameter.is_lazy(tensor):
+        return "has no shape yet", "Run one forward pass first."
+    if any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
+        return "is a DTensor", "A learner is one process; sharded models are not supported."
+    if tensor.is_meta:
+        return "is on the meta device", "Give the model memory: model.to_empty(device=...)."
+    if tensor.layout != torch.strided:
+        return f"is sparse ({tensor.layout})", "Use a dense parameter."
+    if tensor.requires_grad and tensor.dtype not in DTYPES:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return f"has dtype {dtype}", f"Use one of {', '.join(DTYPES.values())} or freeze it."
+    if tensor.requires_grad and not tensor.numel():
+        return "has no elements", "Remove or freeze it."
+    return "", ""

@@ -29,13 +29,19 @@ def join_target(
     broker: str | None, name: str | None, key: str | os.PathLike[str] | None
 ) -> JoinTarget:
     """`NARROWS_BROKER`, `NARROWS_NAME` and `NARROWS_KEY` stand in for what is not given; a key file
-    has a name and may have a broker; `NARROWS_RELAY` names the relay of a site that has one. Raises
-    ConfigError for a file, an address or a name that cannot be used, or if something is missing."""
+    has a name and may have a broker; `NARROWS_RELAY` names the relay of a site that has one.
+
+    Raises ConfigError for a file, an address or a name that cannot be used, or if something is
+    missing.
+    """
     file = key or os.environ.get("NARROWS_KEY")
     path = Path(file) if file else None
     site = read_site_key(path) if path else None
-    broker = broker or os.environ.get("NARROWS_BROKER") or (site.broker if site else "")
-    name = name or os.environ.get("NARROWS_NAME") or (site.name if site else "")
+    broker = broker or os.environ.get("NARROWS_BROKER")
+    name = name or os.environ.get("NARROWS_NAME")
+    if site:
+        broker = broker or site.broker
+        name = name or site.name
     if not broker or not name:
         raise ConfigError(
             f"the learner's {'name' if broker else 'broker'} is missing",

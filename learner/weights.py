@@ -1,15 +1,17 @@
 """Notices what else changes the parameters, besides the optimizer and the exchange.
 
-Four faults would spoil a run without a sound: parameters that train and do not travel, an optimizer
-that undoes adoptions from master weights of its own, averaged or best weights that are swapped in
-and left there, and buffers that drift apart. Each is named, with the remedy.
+Four faults would spoil a run in silence: parameters that train and do not travel, an optimizer that
+undoes adoptions from master weights of its own, averaged or best weights that are swapped in and
+left there, and buffers that drift apart. The watch names each of them with its remedy, and an
+honest optimizer is not blamed for a coincidence. It costs a few operations on at most
+SAMPLED_TENSORS * SAMPLED_ELEMENTS elements at each step.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
@@ -22,7 +24,7 @@ SAMPLED_TENSORS: Final = 16
 SAMPLED_ELEMENTS: Final = 16
 
 CLEARLY: Final = 4.0
-"""One distance is clearly larger than another from this ratio on."""
+"""A distance is clearly larger than another one if it is more than so many times as large."""
 
 UNDONE_RUNNING: Final = 2
 """Adoptions undone one after the other before it is called a fault."""
@@ -34,13 +36,24 @@ _log = logging.getLogger("narrows.learner")
 
 
 class WeightWatch:
-    """Follows a few elements of the parameters through steps and adoptions."""
+    """Follows a few elements of the parameters through steps and adoptions, by four samples:
+
+        _after ---- a step ----> _before ---- an adoption ----> _after ---- a step ----> now
+                  |                                                           |
+        `_step`: how far a step                               Does it lead back to `_before`?
+        of this optimizer goes                                Then it undid the adoption (`_judge`).
+
+    Between a boundary and the next step nothing may move the parameters: else somebody has swapped
+    other weights in (`before_step`).
+    """
 
     def __init__(self, parameters: Parameters, optimizers: Sequence[Optimizer]) -> None:
-        self._parameters, self._optimizers = parameters, optimizers
-        self._known: dict[int, Tensor] = {}
-        """By id, tensors that travel or are known to stay; kept, so that no other gets the id."""
-        self._know(t for t in parameters.module.parameters() if t.requires_grad)
+        self._parameters = parameters
+        self._optimizers = optimizers
+        self._known: set[Tensor] = {
+            each for each in parameters.module.parameters() if each.requires_grad
+        }
+        """Tensors that travel or are known to stay."""
         self._buffers = self._buffer_samples()
         self._warned_of: set[str] = set()
         stride = math.ceil(len(parameters.tensors) / SAMPLED_TENSORS)
@@ -55,7 +68,7 @@ class WeightWatch:
         self._adopted = False
         self._undone = self._kept = 0
         self._before: Tensor | None = None
-        """Sample after the newest step, if what was adopted there is to be judged."""
+        """Sample after the newest step, if the adoption that followed is to be judged."""
         self._after: Tensor | None = None
         """Sample at the end of the last boundary."""
         self._step: Tensor | None = None
@@ -66,7 +79,7 @@ class WeightWatch:
         train and do not travel, and for optimizers that hold none of those that do. Others may be
         meant to stay here: a warning names them."""
         self._raise_for_strangers(self._parameters.module.parameters())
-        if not any(id(tensor) in self._known for tensor in self._optimized()):
+        if self._known.isdisjoint(self._optimized()):
             raise misuse(
                 "the optimizer holds no parameter of this model",
                 expected="an optimizer over model.parameters()",
@@ -74,7 +87,7 @@ class WeightWatch:
                 " weights of its own cannot take part.",
             )
         if outside := self._strangers(self._optimized()):
-            self._know(outside)
+            self._known.update(outside)
             self._warn(
                 f"parameters of the optimizer do not travel, each learner keeps its own:"
                 f" {self._described(outside)}"
@@ -115,7 +128,8 @@ class WeightWatch:
             self._after = self._sample()
         if not self._adopted or self._kept >= KEPT_ENOUGH or self._step is None:
             self._before = None
-        self._marks, self._adopted = self._places(), False
+        self._marks = self._places()
+        self._adopted = False
 
     def look_at_buffers(self) -> None:
         """Warns of persistent buffers that have changed: they do not travel."""
@@ -128,18 +142,28 @@ class WeightWatch:
     def _judge(self, before: Tensor, after: Tensor, now: Tensor) -> None:
         """Judges the adoption from `before` to `after` by the step from there to `now`.
 
-        A step from master weights leads back to where the weights were before. An honest step may
-        do so by chance, if the adoption was about one step long: therefore it must be longer, and
-        only two cases running raise.
+        An optimizer with master weights of its own copies them over the parameters, so its step
+        leads back to where they were before:
+
+            honest:   before ----------- adoption -----------> after --step--> now
+            undone:   before ----------- adoption -----------> after
+                      now <------------------- step -------------'
+
+        An honest step may lead back by chance, if the adoption was about one step long. So only
+        adoptions that are clearly longer than a step are judged, and two undone ones running raise.
         """
         assert self._step is not None
         moved = after != before
-        adoption, back, step = (
-            float((change * moved).norm()) for change in (after - before, now - before, self._step)
-        )
+        adoption = float(((after - before) * moved).norm())
+        back = float(((now - before) * moved).norm())
+        step = float((self._step * moved).norm())
         if adoption > CLEARLY * step:
-            undone = adoption > CLEARLY * back
-            self._undone, self._kept = (self._undone + 1, 0) if undone else (0, self._kept + 1)
+            if adoption > CLEARLY * back:
+                self._undone += 1
+                self._kept = 0
+            else:
+                self._undone = 0
+                self._kept += 1
         if self._undone >= UNDONE_RUNNING:
             raise misuse(
                 "the optimizer's step took back what was adopted, twice running: it seems to keep"
@@ -159,19 +183,16 @@ class WeightWatch:
         if addresses != self._addresses:  # As after model.to(...).
             device = self._sampled[0].device
             near = [tensor.detach() for tensor in self._sampled if tensor.device == device]
-            self._elements, self._addresses = [_elements(tensor) for tensor in near], addresses
+            self._elements = [_elements(tensor) for tensor in near]
+            self._addresses = addresses
         return torch.cat(self._elements).float()
 
-    def _optimized(self) -> Iterator[Tensor]:
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                yield from group["params"]
-
-    def _know(self, tensors: Iterable[Tensor]) -> None:
-        self._known.update((id(tensor), tensor) for tensor in tensors)
+    def _optimized(self) -> list[Tensor]:
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [tensor for group in groups for tensor in group["params"]]
 
     def _strangers(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        return [t for t in tensors if t.requires_grad and id(t) not in self._known]
+        return [each for each in tensors if each.requires_grad and each not in self._known]
 
     def _raise_for_strangers(self, tensors: Iterable[Tensor]) -> None:
         if strangers := self._strangers(tensors):
@@ -184,9 +205,10 @@ class WeightWatch:
 
     def _described(self, tensors: Sequence[Tensor]) -> str:
         named = self._parameters.module.named_parameters(remove_duplicate=False)
-        names = {id(tensor): repr(clean_name(name)) for name, tensor in named}
+        names: dict[Tensor, str] = {tensor: repr(clean_name(name)) for name, tensor in named}
         return ", ".join(
-            names.get(id(t), f"one of shape {tuple(t.shape)} outside of the model") for t in tensors
+            names.get(each, f"one of shape {tuple(each.shape)} outside of the model")
+            for each in tensors
         )
 
     def _buffer_samples(self) -> dict[str, list[float]]:

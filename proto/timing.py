@@ -35,6 +35,10 @@ most often its own process that died just now, and its name is free after HEARD_
 OVER_CAPACITY_S: Final = 60.0
 """The same for `over_capacity`: a place is free as soon as somebody leaves."""
 
+REDIAL_S: Final = 5.0
+"""A socket that libzmq has given up is made anew, with the key file read again, at most
+this often."""
+
 # Repair.
 
 REPAIR_S: Final = 1.0
@@ -72,7 +76,7 @@ for this long."""
 LEAVE_MAX_S: Final = 600.0
 """It is given up after this long in any case."""
 
-REDIAL_S: Final = 8.0
+RETURN_S: Final = 8.0
 """A learner whose line works is here again this long after a start of the broker: CONNECT_TIMEOUT
 and RECONNECT_IVL_MAX are 7 s together."""
 

@@ -1,4 +1,4 @@
-"""Eleven things that must hold in every run; each is proven by a planted bug (planted.py).
+"""Twelve things that must hold in every run; each is proven by a planted bug (planted.py).
 
 equal bytes     whoever holds a version holds the same bits, in every life of the broker
 durable         nothing leaves the broker before its row is committed
@@ -6,6 +6,7 @@ replay          a start has what the last life had, bit for bit, or one durable 
 merged once     a learner believes of its push what the rows say, and no push counts twice
 clock           the run's clock is the sum of the tokens in the rows
 whole           whatever comes out of a call, parameters stand on the version that is pushed from
+foretold        no boundary exchanges or waits unless `due` has said so after the event before it
 share           every learner's tokens are merged, whatever its speed
 rate            no second carries more than 1.02 of the budget
 progress        after the faults everybody is up to date; at the goal all have the final model
@@ -17,11 +18,12 @@ from __future__ import annotations
 
 import sqlite3
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from narrows.broker.process.host import Host
 from narrows.learner import effects as do
 from narrows.learner.fragment import Pushed, Standing
+from narrows.learner.session import Session
 from narrows.proto.codec import F32, digest_of
 from narrows.proto.flow.budget import wire_bytes
 from narrows.proto.messages import DataKind, Header
@@ -32,6 +34,19 @@ if TYPE_CHECKING:
 
 SHARE_MIN: Final = 0.9
 RATE_MAX: Final = 1.02
+
+
+class Standings(NamedTuple):
+    """Something here changes whenever a fragment is adopted or copied at a boundary."""
+
+    base: int
+    standing: Standing
+    push_id: int
+
+
+def standings(session: Session) -> list[Standings]:
+    """How the fragments stand now."""
+    return [Standings(part.base, part.standing, part.push_id) for part in session.parts]
 
 
 class Wrong(Exception):
@@ -103,6 +118,14 @@ class Checkers:
             if part.standing is not Standing.ADRIFT and part.base != version:
                 what = f"fragment {part.index} of {site.name} is taken to stand on {part.base}"
                 raise Wrong(f"whole: {what}, and stands on {version} (None: on no version)")
+
+    def stepped(self, site: Site, before: list[Standings]) -> None:
+        """A boundary is over; `before` is how the fragments stood."""
+        session = site.host.session
+        exchanged = standings(session) != before
+        if (exchanged or session.must_wait(self._run.world.now)) and not site.foretold:
+            did = "exchanges" if exchanged else "waits"
+            raise Wrong(f"foretold: {site.name} {did} at a boundary that was not due")
 
     # -- lives of the broker
 
@@ -192,13 +215,13 @@ class Checkers:
             raise Wrong(f"share: {site.name}: {share:.0f} of {session.tokens} tokens merged")
 
     def _leaks(self, host: Host) -> None:
-        held = host.pipeline.held_pushes
+        kept = set(host.pipeline.pushes)
         waiting = {
             (each.incarnation, each.fragment, each.push_id)
             for round_ in host.syncer.state.rounds
             for each in round_.inbox.values()
         }
-        if stray := held - waiting:
+        if stray := kept - waiting:
             raise Wrong(f"no leak: payloads of pushes that nobody waits for: {sorted(stray)[:3]}")
         for site in self._run.sites:
             parts = site.host.session.parts

@@ -1,4 +1,4 @@
-"""Twelve bugs. A checker that finds none of those that are planted for it checks nothing."""
+"""Thirteen bugs. A checker that finds none of those that are planted for it checks nothing."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from narrows.bench.sim.checkers import Wrong
 from narrows.bench.sim.run import Draw, Run
 from narrows.broker.process.host import Host
 from narrows.broker.store import Store
+from narrows.broker.syncer.events import Commit
 from narrows.broker.syncer.state import Stage
 from narrows.learner.host import LearnerHost
 from narrows.learner.session import Session
@@ -26,13 +27,13 @@ from narrows.proto.messages import Fetch, Header, Phase, Push
 
 def copies_with_a_wrong_element(host: Any) -> None:
     """One element of a copy is wrong, and nobody compares the digest."""
-    copy, assembled = host._island.copy, host.session.assembled
+    copy, assembled = host.island.copy, host.session.assembled
 
     def wrong(fragment: Any, values: Any) -> Any:
         values[0] += 1
         return copy(fragment, values)
 
-    host._island.copy = wrong
+    host.island.copy = wrong
     host.session.assembled = lambda header, now, *, agrees: assembled(header, now, agrees=True)
 
 
@@ -40,11 +41,11 @@ def publishes_before_commit(host: Any) -> None:
     """A version is installed and published while it is on its way to the disk."""
     pipeline = host.pipeline
 
-    def commit(fragment: int) -> None:
-        version = pipeline._undurable[fragment]
+    def commit(order: Commit) -> None:
+        version = pipeline._undurable[order.fragment]
         host.run(lambda: pipeline._store.commit(version), lambda result, now: None)
         # The loop hears at once what the disk has not done.
-        host.run(lambda: None, lambda result, now: pipeline.durable(version, None, now))
+        host.run(lambda: None, lambda result, now: pipeline.durable(order, now))
 
     pipeline.commit = commit
 
@@ -126,6 +127,12 @@ def forgets_the_end(host: Any) -> None:
         host.syncer.state.phase = Phase.RUNNING
 
 
+def overlooks_adoptions(host: Any) -> None:
+    """A boundary with nothing but an adoption is not due."""
+    session, due = host.session, host.session.due
+    session.due = lambda now: due(now) and not any(part.can_adopt for part in session.parts)
+
+
 def ignores_an_interruption(host: Any) -> None:
     """An exchange that an exception broke off is taken for done."""
     host.session.broken_off = lambda reason, *, decided: None
@@ -154,6 +161,7 @@ PLANTED: Final = (
     Planted("merged once", Host, says_nobody),
     Planted("clock", Host, counts_twice),
     Planted("whole", LearnerHost, ignores_an_interruption),
+    Planted("foretold", LearnerHost, overlooks_adoptions),
     Planted("share", Host, drops_late),
     Planted("rate", Host, sends_too_fast),
     Planted("progress", Host, answers_once),

@@ -22,7 +22,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from narrows.bench.sim.checkers import Checkers, Wrong
+from narrows.bench.sim.checkers import Checkers, Wrong, standings
 from narrows.bench.sim.wild import NAME as WILD
 from narrows.bench.sim.wild import WildPeer
 from narrows.bench.sim.world import Interrupted, Killed, Line, Span, VirtualPool, Weather, World
@@ -32,12 +32,15 @@ from narrows.broker.process.host import Host
 from narrows.broker.records import Version
 from narrows.broker.store import History, Recovered, Store
 from narrows.broker.syncer.events import Note
+from narrows.learner.boundary import Boundary
+from narrows.learner.effects import Task
 from narrows.learner.host import LearnerHost
-from narrows.learner.island import Adoption, Copy, Island, ParameterSource
+from narrows.learner.island import HostIsland, ParameterSource
 from narrows.learner.session import Session
 from narrows.proto.codec import F32, round_to_dtype
 from narrows.proto.layout import Fragment, Piece
 from narrows.proto.messages import DtypeName, Layout, LayoutEntry
+from narrows.proto.ports import Adoption, Copy
 from narrows.proto.wire import asked_topic, live_topic
 
 ENTRIES: Final = (
@@ -239,7 +242,7 @@ class Disk(Store):
         super().commit(version)
 
 
-class Watched(Island):
+class Watched(HostIsland):
     """Knows on which version each fragment stands, and may be interrupted half way."""
 
     def __init__(self, source: ParameterSource, site: Site) -> None:
@@ -281,11 +284,14 @@ class Site:
         self.line = Line(run.world, run.plan.weather)
         self.lives = 0
         self.host: LearnerHost
+        self.boundary: Boundary
         self.island: Watched
         self.pool: VirtualPool
         self.left = False
         self._places_left = 0
         """An exception comes at the last of so many places of a call; 0: at none."""
+        self.foretold = False
+        """The session's `due`, as it was after the newest event."""
 
     def boot(self) -> None:
         """A new process with the old name; what the old one had not pushed is gone with it."""
@@ -295,7 +301,7 @@ class Site:
         self.lives += 1
         self.line.break_off()
         trainee = self.trainee = self.run.plan.begin(self)
-        self.pool = VirtualPool(world, lambda now: self.host.turn(now), self.boot, reach=self.reach)
+        self.pool = VirtualPool(world, lambda _: self._turn(), self.boot, reach=self.reach)
         incarnation = f"{self.name}.{world.rng.getrandbits(32):08x}"
         island = self.island = Watched(trainee.source, self)
         given = (trainee.layout, island, self, self.pool, world.now)
@@ -303,9 +309,11 @@ class Site:
         host.noted = lambda note: self.reach()
         self.run.spoil(host)
         self.host, self.left = host, False
+        self.boundary = Boundary(host)
+        self.boundary.adopting = partial(self.run.checkers.adopting, self)
+        self.run.spoil(self.boundary)
         host.sender.ready = True
         host.saw = self.run.checkers.saw
-        host.adopting = partial(self.run.checkers.adopting, self)
         host.lost(world.now)  # The connection is there at once.
         self._timer(host)
         self._train(host)
@@ -355,17 +363,26 @@ class Site:
         def deliver() -> None:
             if host is self.host:
                 call(host, frames, self.world.now)
-                host.session.check()
+                self._after_event()
 
         self.line.arrive(deliver)
 
     # -- threads
 
+    def _after_event(self) -> None:
+        session = self.host.session
+        session.check()
+        self.foretold = session.due(self.world.now)
+
+    def _turn(self) -> None:
+        self.host.turn(self.world.now)
+        self._after_event()
+
     def _timer(self, host: LearnerHost) -> None:
         if host is not self.host:
             return
         if not self.line.frozen:
-            host.turn(self.world.now)
+            self._turn()
         wait_s = max(0.002, min(host.deadline(self.world.now) - self.world.now, 0.25))
         self.world.after(wait_s, lambda: self._timer(host))
 
@@ -382,27 +399,33 @@ class Site:
             if not session.joined or session.must_wait(world.now):
                 self._call(host.join)
             elif session.stopping:
-                self._call(host.leave)
+                self._call(lambda: host.leave(world.now))
                 self._call(host.join)
             elif world.now < self.run.plan.ends:
-                self._call(host.boundary, self.trainee.step(session, world.now), 1.0)
+                tokens = self.trainee.step(session, world.now)
+                before = standings(session)
+                if self._call(lambda: host.boundary(tokens, 1.0, world.now)):
+                    self.run.checkers.stepped(self, before)
                 delay_s = self.trainee.step_s(world.now)
             else:
                 self._call(host.join)
-            session.check()
+            self._after_event()
         world.after(delay_s, lambda: self._train(host))
 
-    def _call(self, call: Callable[..., object], *given: object) -> None:
-        """A call of the training thread, whose loop survives an exception and goes on."""
+    def _call(self, decide: Callable[[], list[Task]]) -> bool:
+        """A boundary of the training thread, whose loop survives an exception and goes on. False:
+        one came."""
         world, run = self.world, self.run
         if world.happens(run.share(run.plan.interrupted)):
             self._places_left = world.rng.randint(1, 8)
+        is_whole = True
         try:
-            call(*given, world.now)
+            self.boundary.perform(decide, world.now)
         except (Interrupted, MemoryError):
-            pass
+            is_whole = False
         self._places_left = 0
         run.checkers.came_back(self)
+        return is_whole
 
     def reach(self) -> None:
         """A place where an exception may come out of an effect."""
@@ -437,15 +460,20 @@ class Site:
     def pause(self, seconds: float) -> None:
         """The loop evaluates the model."""
         host, world = self.host, self.world
-        host.pause("evaluating", world.now)
-        world.after(seconds, lambda: host.pause(None, world.now) if host is self.host else None)
+        self.boundary.perform(lambda: host.pause("evaluating"), world.now)
+
+        def go_on() -> None:
+            if host is self.host:
+                self.boundary.perform(lambda: host.pause(None), world.now)
+
+        world.after(seconds, go_on)
 
 
 class Run:
     """A broker and its learners. `finish` runs to the end and lets the checkers judge.
 
-    `path` is the state directory. `spoil` is shown every store and host before it begins, and may
-    plant a bug there.
+    `path` is the state directory. `spoil` is shown every store, host and boundary before it begins,
+    and may plant a bug there.
     """
 
     def __init__(

@@ -42,18 +42,18 @@ def run_broker(
     """
     given = {key: text for key, text in flags.items() if text is not None}
     loaded = load_broker(config, given | assigned(assignments))
-    if events is not None:
-        check_output(events, "--events")
-    if ready_file is not None:
-        check_output(ready_file, "--ready-file")
+    for flag, file in {"--events": events, "--ready-file": ready_file}.items():
+        if file is not None:
+            check_output(file, flag)
     if resume:
         _need_run(Path(loaded.broker.state_dir))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     log.addFilter(LimitRepeats())
-    if advice := uncached_advice():
+    advice = uncached_advice()
+    if advice:
         log.warning("%s", advice)
-    # A learner has nine connections, so the usual soft limit of 1,024 files is that of a hundred
-    # learners, or of a stranger who holds as many connections open.
+    # A learner has nine connections, so the usual soft limit of 1,024 files is used up by a hundred
+    # learners, or by a stranger who opens as many connections.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -63,7 +63,7 @@ def run_broker(
     address = service.sockets.listens_on
     log.info("serving on %s; state in %s", address, loaded.broker.state_dir)
     if ready_file is not None:
-        # Renamed, so that who waits for the file never reads half of the address.
+        # Renamed, so that nobody who waits for the file reads half of the address.
         temporary = ready_file.with_name(ready_file.name + ".tmp")
         temporary.write_text(address + "\n")
         temporary.rename(ready_file)
@@ -72,8 +72,9 @@ def run_broker(
             "this run has ended: the final model is served for %.0f s at least; "
             "a new run needs another --state-dir", LEAVE_S,
         )  # fmt: skip
-    if missing := service.run().missing:
-        log.warning("without the final model: %s", "; ".join(missing))
+    finished = service.run()
+    if finished.missing:
+        log.warning("without the final model: %s", "; ".join(finished.missing))
     if service.is_saved:
         log.info("stopped; everything is durable in %s", loaded.broker.state_dir)
     else:

@@ -29,7 +29,7 @@ journal = cyclopts.App(name="journal", help="Show, check, replay or roll back a 
 
 @journal.command
 def show(directory: Directory, *, last: int = 0, json: bool = False) -> None:
-    """List the rounds that are durable, oldest first; also while the broker runs.
+    """List the durable rounds, oldest first; also while the broker runs.
 
     Args:
         last: Number of rounds, the newest ones; 0: all.
@@ -44,21 +44,22 @@ def show(directory: Directory, *, last: int = 0, json: bool = False) -> None:
             tokens = run.clock // max(1, run.fragments)
             print(f"run {run.run_id}  {run.phase.value}  {tokens:,} tokens")
     for row in rows[-last:]:  # All of them, if `last` is 0.
-        made, published = row.round_, f"{row.digests.published:016x}"
-        names = [each.learner for each in made.contributions]
-        tokens = sum(each.tokens for each in made.contributions)
+        made = row.round_
+        names = [push.learner for push in made.contributions]
+        facts = {
+            "round": row.seq, "fragment": made.fragment, "version": made.version,
+            "at_unix": row.at_unix, "reason": made.reason, "contributors": names,
+            "tokens": sum(push.tokens for push in made.contributions),
+            "published": f"{row.digests.published:016x}",
+        }  # fmt: skip
         if json:
-            facts = {
-                "round": row.seq, "fragment": made.fragment, "version": made.version,
-                "at_unix": row.at_unix, "reason": made.reason, "contributors": names,
-                "tokens": tokens, "published": published,
-            }  # fmt: skip
             print(json_module.dumps(facts))
         else:
             print(
                 f"round {row.seq} fragment {made.fragment} version {made.version}"
                 f" {datetime.fromtimestamp(row.at_unix, UTC):%Y-%m-%d %H:%M:%S}Z {made.reason}"
-                f" tokens {tokens:,} of {printable(', '.join(names))} published {published}"
+                f" tokens {facts['tokens']:,} of {printable(', '.join(names))}"
+                f" published {facts['published']}"
             )
 
 
@@ -140,9 +141,10 @@ def _layout(history: History) -> Layout:
 
 def _write_model(to: Path, history: History, states: Iterable[FragmentState]) -> None:
     check_output(to, "the model's file")
-    layout, states = _layout(history), list(states)
+    layout = _layout(history)
     if to.resolve().is_relative_to(history.folder.resolve()):
         raise ConfigError(f"{to}", expected="a file outside of the state directory")
+    states = list(states)  # Only now: a replay takes long, and a bad path is told before it.
     versions = json_module.dumps([state.version for state in states])
     metadata = {"narrows.run": history.run.run_id, "narrows.versions": versions}
     export_model(to, layout, history.table, [state.global_ for state in states], metadata)

@@ -7,6 +7,7 @@ the broker runs `keys allow` with it, and tells the site the broker's public key
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -66,15 +67,17 @@ def new(
         print(f"{keys / 'broker.key'} is made. Sites need its public key:\n{pair.public}")
         return
     exists = file.exists()
-    old = read_site_key(file) if exists else SiteKey(check_name(name, "--name"), new_pair())
-    if name not in ("", old.name):
-        raise ConfigError(f"{file} is the key of another site", expected=old.name, got=name)
-    servers = (check_key(server, "--server"),) if server else old.servers
-    address = str(parse_address(broker)) if broker else old.broker
-    write_site_key(file, SiteKey(old.name, old.pair, servers, address), replace=exists)
+    site = read_site_key(file) if exists else SiteKey(check_name(name, "--name"), new_pair())
+    if name not in ("", site.name):
+        raise ConfigError(f"{file} is the key of another site", expected=site.name, got=name)
+    if server:
+        site = replace(site, servers=(check_key(server, "--server"),))
+    if broker:
+        site = replace(site, broker=str(parse_address(broker)))
+    write_site_key(file, site, replace=exists)
     print(f"{file} is {'changed' if exists else 'made'}. Mail this line to the broker's operator:")
-    print(public_line(old.name, old.pair.public))
-    if not servers:
+    print(public_line(site.name, site.pair.public))
+    if not site.servers:
         print(f"Then add the broker's public key: narrows keys new {file} --server 'KEY'")
 
 
@@ -108,7 +111,7 @@ def allow(*line: Key, keys: Folder = FOLDER) -> None:
     """
     name, key = read_public_line(" ".join(line))
     count = len(AllowList.allow(_checked(keys), name, key).sites[name])
-    print(f"{name} is admitted with {count} key{'s' if count > 1 else ''}")
+    print(f"{name} is admitted with {_keys(count)}")
 
 
 @keys.command
@@ -120,7 +123,7 @@ def revoke(name: str, key: Key = "", *, keys: Folder = FOLDER) -> None:
         key: The one key to take away; without it all.
     """
     left = AllowList.revoke(_checked(keys), name, key).sites.get(name, ())
-    print(f"{name} has {len(left) or 'no'} key{'s' if len(left) != 1 else ''} left")
+    print(f"{name} has {_keys(len(left))} left")
 
 
 @keys.command(name="list")
@@ -141,6 +144,11 @@ def list_(
             print(public_line(name, public))
     if not sites:
         print("nobody is admitted: `narrows keys allow` admits a site")
+
+
+def _keys(count: int) -> str:
+    """A number of keys, in words."""
+    return {0: "no keys", 1: "1 key"}.get(count, f"{count} keys")
 
 
 def _checked(folder: Path) -> Path:

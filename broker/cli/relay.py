@@ -12,6 +12,7 @@ import math
 import re
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final, NoReturn, TypeAlias
 
@@ -23,11 +24,9 @@ from narrows.proto.config import Address, parse_address
 from narrows.proto.errors import NarrowsError
 from narrows.proto.keys import SiteKey, serve_keys
 from narrows.proto.sockets import Dial, Kind, make_socket, needs_ipv6
+from narrows.proto.timing import REDIAL_S
 
 MESSAGES_PER_TURN: Final = 16
-REDIAL_S: Final = 5.0
-"""A socket that libzmq has given up is made anew, with the key file read again; so often at
-most."""
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 _SUBSCRIPTION: Final = re.compile(rb"[\0\1][pr]/.*[0-9]{2}", re.DOTALL)
@@ -40,13 +39,15 @@ class _Upstream:
     def __init__(
         self, context: zmq.Context[Socket], address: Address, key: SiteKey | None, file: Path | None
     ) -> None:
-        self._context, self._address, self._key, self._file = context, address, key, file
+        self._make = partial(Dial, context, Kind.RELAY_DOWNLINK, address, ipv6=needs_ipv6(address))
+        """Dials, given the site's key and the broker's."""
+        self._key = key
+        self._file = file
         self._topics: dict[bytes, None] = {}
-        """Everything that the site listens to on this stream."""
+        """All that the site listens to on this stream, in the order of the subscriptions."""
         self._dials = 0
         self._told: set[str] = set()
-        """Troubles since the last connection that stand in the log already."""
-        self._ipv6 = needs_ipv6(address)
+        """Troubles that the log has had since the last connection."""
         self._open(-math.inf)
 
     def _open(self, now: float) -> None:
@@ -55,9 +56,7 @@ class _Upstream:
         server = servers[self._dials % len(servers)]
         self._dials += 1
         self._dialled_at = now
-        self.dial = Dial(
-            self._context, Kind.RELAY_DOWNLINK, self._address, self._key, server, ipv6=self._ipv6
-        )
+        self.dial = self._make(self._key, server)
         for topic in self._topics:
             self.dial.socket.send(b"\1" + topic)
 
@@ -73,8 +72,9 @@ class _Upstream:
         """Tells the log what hinders the connection, and dials again when that is due."""
         if self.dial.look(now):
             self._told.clear()
-        if (error := self.dial.error(now)) is not None:
-            self._tell(str(error))
+        trouble = self.dial.error(now)
+        if trouble is not None:
+            self._tell(str(trouble))
         if self.dial.is_dead(now) and now >= self._dialled_at + REDIAL_S:
             self.dial.close()
             try:
@@ -84,7 +84,7 @@ class _Upstream:
             self._open(now)
 
     def _tell(self, text: str) -> None:
-        """Some troubles come back ten times a second."""
+        """Tells the log a trouble once for each connection: some come back ten times a second."""
         if text not in self._told:
             self._told.add(text)
             _log.warning("%s", text)
@@ -113,7 +113,8 @@ def relay(
     told = ask_status(control, site_key, timeout_s=5.0)
     downlink = Address(parse_address(control).host, told["downlink_port"])
     context: zmq.Context[Socket] = zmq.Context()
-    # Whoever holds the site's key is of the site. The relay proves with it that it is, too.
+    # A learner that holds the site's key belongs to the site. The relay proves with the same key
+    # that it belongs there, too.
     authenticator = serve_keys(context, lambda public: public == pair.public) if pair else None
     site = make_socket(context, Kind.RELAY_SITE, pair=pair, ipv6=own.listens_on_ipv6)
     try:
@@ -130,18 +131,20 @@ def relay(
 
 def _pass_on(site: Socket, ups: list[_Upstream]) -> None:
     """Waits for messages, a second at most, and passes some of each side on."""
-    poller = zmq.Poller()  # Made anew each time: a refused socket is replaced.
-    for socket in (site, *(up.dial.socket for up in ups), *(up.dial.monitor for up in ups)):
-        poller.register(socket, zmq.POLLIN)
-    poller.poll(1000)
+    sockets = [site]
+    for up in ups:
+        sockets += [up.dial.socket, up.dial.monitor]
+    zmq.select(sockets, [], [], 1.0)
     for first, *more in _received(site):
         # A learner's socket can send anything up; only subscriptions are passed on.
-        if not more and _SUBSCRIPTION.fullmatch(frame := first.bytes):
+        frame = first.bytes
+        if not more and _SUBSCRIPTION.fullmatch(frame):
             ups[int(frame[-2:]) % len(ups)].subscribe(frame)
-    for each in ups:
-        for frames in _received(each.dial.socket):
-            site.send_multipart(frames, copy=False)  # A full pipe misses it, and fetches.
-        each.look(time.monotonic())
+    for up in ups:
+        for frames in _received(up.dial.socket):
+            # A learner whose pipe is full misses it, and fetches it.
+            site.send_multipart(frames, copy=False)
+        up.look(time.monotonic())
 
 
 def _received(socket: Socket) -> Iterator[list[zmq.Frame]]:

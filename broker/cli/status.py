@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import math
 import os
 import time
 from contextlib import suppress
@@ -70,7 +69,9 @@ def find_broker(broker: str | None, key: Path | None) -> tuple[str, SiteKey | No
     given = key or os.environ.get("NARROWS_KEY")
     file = Path(given) if given else None
     site = read_key(file) if file else None
-    address = broker or os.environ.get("NARROWS_BROKER") or (site.broker if site else "")
+    address = broker or os.environ.get("NARROWS_BROKER")
+    if site is not None:
+        address = address or site.broker
     return address or BrokerConfig().broker.listen, site, file
 
 
@@ -88,7 +89,8 @@ def read_key(file: Path) -> SiteKey:
 def ask_status(broker: str, key: SiteKey | None, *, timeout_s: float) -> dict[str, Any]:
     """The status map of a broker. Raises ConfigError, Refused, and BrokerUnreachable, after
     `timeout_s` unless it is certain before."""
-    address, until = parse_address(broker), time.monotonic() + timeout_s
+    address = parse_address(broker)
+    until = time.monotonic() + timeout_s
     servers = key.servers if key else ("",)
     for server in servers[:-1]:
         # A site trusts two keys while the broker changes its own; with the other one it breaks off.
@@ -98,32 +100,43 @@ def ask_status(broker: str, key: SiteKey | None, *, timeout_s: float) -> dict[st
 
 
 def _ask(address: Address, key: SiteKey | None, server: str, until: float) -> dict[str, Any]:
+    """Asks over a connection that expects the broker whose public key is `server`."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    error: NarrowsError | None = None
     try:
         ipv6 = needs_ipv6(address)
         dial = Dial(context, Kind.LEARNER_CONTROL, address, key, server, ipv6=ipv6)
-        poller = zmq.Poller()
-        for source in (dial.socket, dial.monitor):
-            poller.register(source, zmq.POLLIN)
-        while (now := time.monotonic()) < until:
-            ready = dict(poller.poll(math.ceil(1000 * min(LOOK_S, until - now))))
-            if dial.look(now):
-                with suppress(zmq.Again):  # The connection is gone already, and comes again.
-                    dial.socket.send_multipart(encode_control(AskStatus()), zmq.NOBLOCK)
-            error = dial.error(now)
-            if error is not None and not dial.is_silent:
-                raise error
-            if dial.socket in ready:
-                said = decode_control(dial.socket.recv_multipart(), CONTROL_BYTES_MAX)
-                if isinstance(said, Status):
-                    return said.status
-                if isinstance(said, Refuse):
-                    words = {"expected": said.expected, "got": said.got, "remedy": said.remedy}
-                    raise Refused(ErrorCode(said.code), said.message, **words)
+        return _answer(dial, address, until)
     finally:
         context.destroy(linger=0)
-    raise error or BrokerUnreachable(
+
+
+def _answer(dial: Dial, address: Address, until: float) -> dict[str, Any]:
+    """Asks at each connection, since a broker may end and start again before it answers."""
+    trouble: NarrowsError | None = None
+    now = time.monotonic()
+    while now < until:
+        zmq.select([dial.socket, dial.monitor], [], [], min(LOOK_S, until - now))
+        if dial.look(now):
+            with suppress(zmq.Again):  # The connection is gone already, and comes again.
+                dial.socket.send_multipart(encode_control(AskStatus()), zmq.NOBLOCK)
+        trouble = dial.error(now)
+        # A broker that is frozen is silent, too: it may answer yet.
+        if trouble is not None and not dial.is_silent:
+            raise trouble
+        if dial.socket.poll(0):
+            said = decode_control(dial.socket.recv_multipart(), CONTROL_BYTES_MAX)
+            if isinstance(said, Status):
+                return said.status
+            if isinstance(said, Refuse):
+                raise Refused(
+                    ErrorCode(said.code),
+                    said.message,
+                    expected=said.expected,
+                    got=said.got,
+                    remedy=said.remedy,
+                )
+        now = time.monotonic()
+    raise trouble or BrokerUnreachable(
         f"{address} did not answer", remedy="is the broker running, and is this its control port?"
     )
 
@@ -132,16 +145,17 @@ def _headline(said: dict[str, Any]) -> list[str]:
     goal = f" of {said['goal_tokens']:,}" if said["goal_tokens"] else ""
     versions = said["versions"]
     spread = f"{min(versions)} to {max(versions)}" if versions else "none yet"
-    each = said["contributions"] / said["merges"] if said["merges"] else 0.0
+    pushes = said["contributions"] / max(1, said["merges"])
     lines = [
         f"run {said['run_id']}: {said['phase']}; the broker is up for {said['uptime_s']:.0f} s,"
         f" has received {Size(said['up_bytes']).text()} and sent {Size(said['down_bytes']).text()}",
         f"{said['run_tokens']:,}{goal} tokens are learned, {said['tokens_per_s']:,.0f} a second;"
         f" newest versions of the fragments: {spread};"
-        f" {said['merges']:,} merges of {each:.2f} pushes since the broker's start",
+        f" {said['merges']:,} merges of {pushes:.2f} pushes since the broker's start",
     ]
-    hints = [each["hint"] for each in said["learners"].values() if each["hint"]]
-    return [*lines, *(f"waits for {line}" for line in said["waiting_for"]), *hints]
+    lines += [f"waits for {line}" for line in said["waiting_for"]]
+    lines += [each["hint"] for each in said["learners"].values() if each["hint"]]
+    return lines
 
 
 def _table(learners: dict[str, dict[str, Any]]) -> Table:

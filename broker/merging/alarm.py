@@ -1,7 +1,7 @@
-"""The alarm: a push that is far longer than its learner's pushes have been. It only warns.
+"""The alarm warns of a push that is far longer than its learner's pushes have been.
 
-Nothing is clipped or weighed down by it, and nobody is compared with anybody else: unequal
-learners are no fault.
+It clips nothing and changes no weight, and it compares nobody with anybody else: unequal learners
+are no fault.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from narrows.broker.records import Version
 from narrows.proto.messages import LEARNERS_MAX
 
 RATIO: Final = 10.0
-"""Times the learner's own running mean from which on a push is told."""
+"""A push is told if it is so many times as long as its learner's running mean."""
 
 PUSHES_MIN: Final = 4
-"""Pushes after which the mean of a learner and fragment means anything."""
+"""The mean of a learner and fragment is trusted from so many pushes on."""
 
 MEMORY: Final = 16
-"""Pushes that the running mean remembers, about."""
+"""The running mean remembers about so many pushes."""
 
 
 class Alarm:
-    """Running means of norm / sqrt(steps), per fragment and learner: a random walk grows so."""
+    """Running means of norm / sqrt(steps), per fragment and learner: a random walk grows with the
+    root of its steps."""
 
     def __init__(self) -> None:
         self._means: dict[int, dict[str, tuple[int, float]]] = {}
@@ -41,7 +42,8 @@ class Alarm:
                     f"norm {norm:.3g} in {push.steps} steps is {length / mean:.0f} times that "
                     "learner's mean. It was merged as it came: look at its loss and its data"
                 )
-                # It must not hide the next one, yet a new level is the usual one after a while.
+                # Limited like this it cannot hide the next long push, yet the mean still moves to
+                # a new level that lasts.
                 length = RATIO * mean
             count = min(count + 1, MEMORY)
             means[push.learner] = count, mean + (length - mean) / count

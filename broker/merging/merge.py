@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Final, get_args
 
@@ -36,10 +37,10 @@ from narrows.proto.layout import Fragment, build_table
 from narrows.proto.messages import CodecName, LayoutEntry
 
 NORM_MIN: Final = 2.0**-100
-"""Norm of a piece from which on it has a direction: the least scale that a code can have."""
+"""A piece whose norm is smaller has no direction: this is the least scale that a code can have."""
 
 DIRECTION_MIN: Final = 1e-6
-"""Norm of a sum of unit vectors, per weight, that is no more than float32 rounding."""
+"""A sum of unit vectors whose norm, per weight, is no larger is nothing but float32 rounding."""
 
 
 def merge(
@@ -50,29 +51,23 @@ def merge(
 ) -> Version:
     """Merges the contributions of a round and makes the fragment's next version.
 
-    Pure and re-entrant: it reads `before`, and changes nothing. `decoded` are the chunks of the
-    contributions, in their order, if the caller holds them; else their payloads are decoded. Both
-    are as compact as codes are, and become floats a slice at a time.
+    Pure and re-entrant: it reads `before`, and changes nothing. A caller that holds the decoded
+    chunks of the contributions gives them as `decoded`, in the same order; else the payloads are
+    decoded here. Either way they stay codes, and become floats a slice at a time.
 
     Raises FloatingPointError, which names the longest push, if a parameter or the publication
     would not be finite.
     """
-    contributions, policy = round_.contributions, round_.policy
-    orders = [each.order for each in contributions]
+    contributions = round_.contributions
+    policy = round_.policy
+    orders = [push.order for push in contributions]
     assert orders and all(a < b for a, b in pairwise(orders)), orders
     assert fragment.index == round_.fragment == before.fragment, (fragment.index, round_.fragment)
     assert round_.version == before.version + 1, (before.version, round_.version)
     if decoded is None:
-        decoded = [
-            [
-                decode_chunk(fragment, push.codec, push.chunk_elements, index, payload)
-                for index, payload in enumerate(push.chunks)
-            ]
-            for push in contributions
-        ]
-    vectors = list(zip((each.chunk_elements for each in contributions), decoded, strict=True))
-    weights = token_weights([(each.tokens, each.steps) for each in contributions], policy.weights)
-    values, gains, piece_norms = average(fragment, vectors, weights, policy.rule)
+        decoded = [_decoded(fragment, push) for push in contributions]
+    weights = token_weights([(push.tokens, push.steps) for push in contributions], policy.weights)
+    values, gains, piece_norms = average(fragment, decoded, weights, policy.rule)
     norms = tuple(np.sqrt(in_order(piece_norms.T**2)).tolist())
     try:
         params, momentum = outer_step(fragment, before, values, gains, policy)
@@ -93,7 +88,8 @@ def merge(
             )
         )
     except (FloatingPointError, LocalProtocolError) as error:
-        norm, longest = max(zip(norms, contributions, strict=True), key=lambda pair: pair[0])
+        norm = max(norms)
+        longest = contributions[norms.index(norm)]
         raise FloatingPointError(
             f"version {round_.version} of fragment {fragment.index} would not be finite ({error}). "
             f"The longest push is number {longest.push_id} of {longest.learner}, of norm "
@@ -101,6 +97,13 @@ def merge(
         ) from error
     state = FragmentState.of(fragment.index, round_.version, params, momentum, advanced)
     return Version(round_, state, weights, publication, norms)
+
+
+def _decoded(fragment: Fragment, push: Contribution) -> list[DecodedChunk]:
+    return [
+        decode_chunk(fragment, push.codec, push.chunk_elements, number, payload)
+        for number, payload in enumerate(push.chunks)
+    ]
 
 
 def token_weights(work: Sequence[tuple[int, int]], rule: str) -> tuple[float, ...]:
@@ -144,7 +147,8 @@ def average(
     addition.
     """
     assert rule in ("layout", "mean"), rule
-    shares, norms = np.array(weights, np.float64), norms_of(fragment, vectors)
+    shares = np.array(weights, np.float64)
+    norms = norms_of(fragment, vectors)
     units = np.divide(shares, norms, out=np.zeros_like(norms), where=norms >= NORM_MIN)
     units[[rule == "mean" or piece.rule == "mean" for piece in fragment.pieces]] = 0.0
     # A piece with fewer than two contributors has nothing to average, and keeps its bits.
@@ -152,7 +156,8 @@ def average(
     values, value_norms, mean_norms = weighted_sums(fragment, vectors, shares, units)
     cancelled = units.any(axis=1) & (value_norms <= DIRECTION_MIN * in_order(units * norms))
     if cancelled.any():
-        # Their means were not kept. This is rare enough to add everything once more.
+        # The sums of these pieces must be means instead, which were not kept. This is rare enough
+        # to add everything once more.
         units[cancelled] = 0.0
         values, value_norms, mean_norms = weighted_sums(fragment, vectors, shares, units)
     # A sum of unit vectors becomes as long as the mean norm and the cap allow.
@@ -174,18 +179,27 @@ def outer_step(
     b = 0 moves by lr * (1 + mu) * d; with mu = 0 this is plain SGD. Raises FloatingPointError if a
     result is not finite: one NaN would spread to every learner.
 
-    Another optimizer is a kernel here and a name in records.Policy and config.Merge. What it keeps
-    between two steps is `momentum`, whose length is its own business: zeros (n,) before the first.
+    Another optimizer is a kernel here, and a name in records.Policy and config.MergeSection. What
+    it keeps between two steps is `momentum`, of any length: zeros (n,) before the first.
 
     Source: DiLoCo (arXiv 2311.08105), with the recursion of torch.optim.SGD(nesterov=True).
     """
-    params, momentum, elements = before.global_, before.momentum, fragment.elements
-    assert params.shape == momentum.shape == values.shape == (elements,), params.shape
+    assert before.global_.shape == before.momentum.shape == (fragment.elements,), before
+    assert values.shape == (fragment.elements,), values.shape
     assert policy.outer_lr > 0 and 0 <= policy.momentum < 1, policy
-    inputs = read_only(params), read_only(momentum), read_only(values), fragment.bounds
-    rates = np.float32(policy.outer_lr), np.float32(policy.momentum)
-    updated, velocity = empty_f32(elements), empty_f32(elements)
-    largest = nesterov_step(*inputs, read_only(gains), *rates, updated, velocity)
+    updated = empty_f32(fragment.elements)
+    velocity = empty_f32(fragment.elements)
+    largest = nesterov_step(
+        read_only(before.global_),
+        read_only(before.momentum),
+        read_only(values),
+        fragment.bounds,
+        read_only(gains),
+        np.float32(policy.outer_lr),
+        np.float32(policy.momentum),
+        updated,
+        velocity,
+    )
     if largest >= INFINITE_BITS:
         raise FloatingPointError("the outer step would make a parameter infinite or NaN")
     return updated, velocity
@@ -211,9 +225,14 @@ def nesterov_step(
     """
     largest = np.uint32(0)
     for span in range(gains.size):
-        gain, first, end = gains[span], bounds[span], bounds[span + 1]
-        part, part_params, part_momentum = values[first:end], params[first:end], momentum[first:end]
-        part_updated, part_velocity = updated[first:end], velocity[first:end]
+        gain = gains[span]
+        # Slices, because numba makes a loop from one bound to the next ten times slower.
+        here = slice(bounds[span], bounds[span + 1])
+        part = values[here]
+        part_params = params[here]
+        part_momentum = momentum[here]
+        part_updated = updated[here]
+        part_velocity = velocity[here]
         for i in range(part.size):
             # This order of products and sums is promised, bit by bit.
             step = part[i] * gain
@@ -234,9 +253,10 @@ def warm_up() -> None:
     state = FragmentState.of(0, 0, ones, ones, ones)
     for codec in get_args(CodecName):
         chunks = encode_push(fragment, ones, ones * 2, codec=codec, rho=0.5, chunk_elements=RUN)
-        payloads = tuple(chunk.payload for chunk in chunks)
-        pushes = tuple(
-            Contribution(name, name, 1, 0, 1, 1, codec, RUN, payloads) for name in ("a", "b")
-        )
-        policy = Policy(codec=codec, chunk_elements=RUN)
-        merge(fragment, state, Round(0, 1, pushes, policy))
+        push = Contribution(
+            "a", "a", push_id=1, base=0, tokens=1, steps=1,
+            codec=codec, chunk_elements=RUN, 
+            chunks=tuple(chunk.payload for chunk in chunks),
+        )  # fmt: skip
+        pushes = (push, replace(push, learner="b"))
+        merge(fragment, state, Round(0, 1, pushes, Policy(codec=codec, chunk_elements=RUN)))

@@ -23,7 +23,7 @@ class Model:
     def __init__(self, table: Sequence[Fragment], states: Sequence[FragmentState]) -> None:
         self.table = tuple(table)
         self.states = list(states)
-        """Per fragment."""
+        """One for each fragment."""
         self._publications: list[dict[int, Version]] = [{} for _ in self.table]
         sizes = [(state.fragment, state.published.size) for state in self.states]
         assert sizes == [(fragment.index, fragment.elements) for fragment in self.table], sizes
@@ -40,7 +40,7 @@ class Model:
         assert state.version == self.states[state.fragment].version + 1, "versions rise by one"
         # One assignment: a worker reads the old state or the new one, never a mixture.
         self.states[state.fragment] = state
-        # Without what is large and not sent: eight of them would hold eight models.
+        # A kept version loses what is large and never sent: eight of them would hold eight models.
         pushes = tuple(replace(each, chunks=()) for each in version.round_.contributions)
         empty = np.zeros(0, np.float32)
         state = replace(state, global_=empty, momentum=empty, published=empty)

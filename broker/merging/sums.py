@@ -7,7 +7,7 @@ sums stay in cache while all contributions are added to them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -17,37 +17,37 @@ from narrows.proto.codec import F32, F64, I8, I64, RUN, DecodedChunk, empty_f32,
 from narrows.proto.layout import Fragment
 
 SLICE: Final = 1024 * RUN
-"""Elements whose sums stay in cache. A chunk begins and ends at a multiple of RUN, as a slice does:
-packed codes can be cut there only."""
+"""Elements of a slice, whose sums stay in cache. Chunks and slices begin at multiples of RUN,
+because packed codes can be cut there only."""
 
 LANES: Final = 16
 """Partial sums of a sum of squares: enough to fill the widest vector unit. The number is part of
 the promised bits."""
 
 ROWS: Final = 8
-"""Rows of LANES elements that are added at once; no part of the bits."""
+"""Rows of LANES elements that are added at once. The number does not change the bits."""
 
 
-Vector: TypeAlias = tuple[int, Sequence[DecodedChunk]]
-"""The outer gradient of one fragment that a learner contributes, decoded: elements of its chunks,
-and the chunks in order, which cover the fragment."""
+Vector: TypeAlias = Sequence[DecodedChunk]
+"""The outer gradient of one fragment that a learner contributes, decoded: its regular chunks in
+order, which cover the fragment. Only the last one may be shorter than the first."""
 
 
 def norms_of(fragment: Fragment, vectors: Sequence[Vector]) -> F64:
     """Norms (k, M) per piece and contribution, the same whatever the chunks."""
     squares = np.zeros((len(fragment.pieces), len(vectors)))
-    for column, (chunk_elements, chunks) in enumerate(vectors):
+    for column, vector in enumerate(vectors):
         lanes = np.zeros((len(fragment.pieces), LANES))
-        for index, chunk in enumerate(chunks):
-            offset, count = fragment.chunk(index, chunk_elements)
-            where = _pieces(fragment, offset, count)
+        for number, chunk in enumerate(vector):
+            offset, count = fragment.chunk(number, vector[0].count)
+            pieces = _pieces(fragment, offset, count)
             if chunk.coded:
                 # Whole numbers times scale**2 of 16 bits are exact in float64, hence the same in
                 # any cut: with the largest codes of int8 up to 2**23 elements, else far beyond.
-                squares[where, column] += chunk.square_sums()
+                squares[pieces, column] += chunk.square_sums()
             else:
-                begun = _begun(fragment, offset, where)
-                add_squares(read_only(chunk.floats()), chunk.bounds, begun, lanes[where])
+                begun = _begun(fragment, offset, pieces)
+                add_squares(read_only(chunk.floats()), chunk.bounds, begun, lanes[pieces])
         squares[:, column] += in_order(lanes)
     return np.sqrt(squares)
 
@@ -63,28 +63,43 @@ def weighted_sums(
     for its length alone.
     """
     assert units.shape == (len(fragment.pieces), len(vectors)) and len(weights) == len(vectors)
-    factors, rows = weights.astype(np.float32), read_only(units.T.astype(np.float32))
+    factors = weights.astype(np.float32)
+    rows = read_only(units.T.astype(np.float32))
     radial: NDArray[np.bool_] = read_only(np.asarray(units.any(axis=1)))
-    lanes = np.zeros((2, len(fragment.pieces), LANES))
-    values, mean = empty_f32(fragment.elements), empty_f32(min(SLICE, fragment.elements))
+    mean_lanes = np.zeros((len(fragment.pieces), LANES))
+    value_lanes = np.zeros((len(fragment.pieces), LANES))
+    values = empty_f32(fragment.elements)
+    mean = empty_f32(min(SLICE, fragment.elements))
     scratch = np.empty(SLICE, np.int8)
+    # Nearly always all contributions are cut alike, and so share their spans.
+    spans: dict[tuple[int, int], I64] = {}
     for first in range(0, fragment.elements, SLICE):
         count = min(SLICE, fragment.elements - first)
-        own, own_mean = values[first : first + count], mean[:count]
-        # Only now, so that the zeros are in cache when they are added to.
-        own[:] = 0.0
+        own_values = values[first : first + count]
+        own_mean = mean[:count]
+        # They become 0 only now, so that they are in cache when the first product is added.
+        own_values[:] = 0.0
         own_mean[:] = 0.0
-        for column, where, pieces, content in _parts(fragment, vectors, first, count, scratch):
-            unit, out = rows[column, pieces], (own_mean[where], own[where])
-            accumulate(*content, radial[pieces], factors[column], unit, *out)
+        for column, vector in enumerate(vectors):
+            _add(
+                fragment,
+                vector,
+                first,
+                radial=radial,
+                weight=factors[column],
+                units=rows[column],
+                mean=own_mean,
+                values=own_values,
+                scratch=scratch,
+                spans=spans,
+            )
         touched = _pieces(fragment, first, count)
         if radial[touched].any():
             bounds = read_only(fragment.spans(first, count))
             begun = _begun(fragment, first, touched)
-            add_squares(read_only(own_mean), bounds, begun, lanes[0, touched])
-            add_squares(read_only(own), bounds, begun, lanes[1, touched])
-    mean_norms, value_norms = (np.sqrt(in_order(each)) for each in lanes)
-    return values, value_norms, mean_norms
+            add_squares(read_only(own_mean), bounds, begun, mean_lanes[touched])
+            add_squares(read_only(own_values), bounds, begun, value_lanes[touched])
+    return values, np.sqrt(in_order(value_lanes)), np.sqrt(in_order(mean_lanes))
 
 
 def in_order(terms: F64) -> F64:
@@ -93,31 +108,52 @@ def in_order(terms: F64) -> F64:
     return sums
 
 
-def _parts(
-    fragment: Fragment, vectors: Sequence[Vector], first: int, count: int, scratch: I8
-) -> Iterator[tuple[int, slice, slice, tuple[I8 | F32, I64, F32]]]:
-    """The parts of one slice, contribution by contribution: its column, elements of the slice,
-    pieces, (codes, bounds, scales). Valid until the next one: `scratch` (SLICE,) holds codes."""
-    # Nearly always all contributions are cut alike, and so share their spans.
-    spans: dict[tuple[int, int], tuple[slice, I64]] = {}
-    end = first + count
-    for column, (chunk_elements, chunks) in enumerate(vectors):
-        for index in range(first // chunk_elements, -(-end // chunk_elements)):
-            offset, size = fragment.chunk(index, chunk_elements)
-            start, stop = max(first, offset), min(end, offset + size)
-            if (start, stop) not in spans:
-                bounds = read_only(fragment.spans(start, stop - start))
-                spans[start, stop] = _pieces(fragment, start, stop - start), bounds
-            pieces, bounds = spans[start, stop]
-            chunk, before = chunks[index], fragment.pieces_of(offset, size).start
-            scales = chunk.scales[pieces.start - before : pieces.stop - before]
-            codes: I8 | F32
-            if chunk.coded:
-                codes = chunk.codes_of(start - offset, stop - offset, scratch)
-            else:
-                codes = read_only(chunk.floats(start - offset, stop - offset))
-            where = slice(start - first, stop - first)
-            yield column, where, pieces, (codes, bounds, scales)
+def _add(
+    fragment: Fragment,
+    vector: Vector,
+    first: int,
+    *,
+    radial: NDArray[np.bool_],
+    weight: np.float32,
+    units: F32,
+    mean: F32,
+    values: F32,
+    scratch: I8,
+    spans: dict[tuple[int, int], I64],
+) -> None:
+    """Adds one contribution to the sums of the slice that begins at `first`, chunk by chunk.
+
+    `radial` and `units` are (k,), those of all pieces. `mean` and `values` are the slice's own.
+    `scratch` (SLICE,) holds codes meanwhile. `spans` keeps the bounds of the pieces between two
+    elements for the next contribution.
+    """
+    end = first + values.size
+    chunk_elements = vector[0].count
+    for number in range(first // chunk_elements, -(-end // chunk_elements)):
+        chunk = vector[number]
+        offset, count = fragment.chunk(number, chunk_elements)
+        start = max(first, offset)
+        stop = min(end, offset + count)
+        if (start, stop) not in spans:
+            spans[start, stop] = read_only(fragment.spans(start, stop - start))
+        codes: I8 | F32
+        if chunk.coded:
+            codes = chunk.codes_of(start - offset, stop - offset, scratch)
+        else:
+            codes = read_only(chunk.floats(start - offset, stop - offset))
+        pieces = _pieces(fragment, start, stop - start)
+        before = fragment.pieces_of(offset, count).start
+        place = slice(start - first, stop - first)
+        accumulate(
+            codes,
+            spans[start, stop],
+            chunk.scales[pieces.start - before : pieces.stop - before],
+            radial[pieces],
+            weight,
+            units[pieces],
+            mean[place],
+            values[place],
+        )
 
 
 def _pieces(fragment: Fragment, offset: int, count: int) -> slice:
@@ -145,14 +181,16 @@ def accumulate(
     """Adds weight * v to mean (n,) in radial spans and to values (n,) in the others, and unit * v
     to values in radial ones, where v = scale * code.
 
-    v is exact; product and sum are rounded one after the other, so that no CPU may fuse them. A
-    factor of 0 leaves its span untouched.
+    v is exact. The product is rounded, and then the sum, so no CPU may fuse the two. A factor of 0
+    leaves its span untouched.
     """
     for span in range(scales.size):
-        scale, unit = scales[span], units[span]
-        part = codes[bounds[span] : bounds[span + 1]]
-        part_values = values[bounds[span] : bounds[span + 1]]
-        part_mean = mean[bounds[span] : bounds[span + 1]] if radial[span] else part_values
+        scale = scales[span]
+        unit = units[span]
+        here = slice(bounds[span], bounds[span + 1])
+        part = codes[here]
+        part_values = values[here]
+        part_mean = mean[here] if radial[span] else part_values
         if unit != np.float32(0):
             for i in range(part.size):
                 value = scale * np.float32(part[i])
@@ -171,7 +209,8 @@ def add_squares(values: F32, bounds: I64, begun: I64, lanes: F64) -> None:
     piece came with earlier slices.
     """
     for span in range(begun.size):
-        part, own = values[bounds[span] : bounds[span + 1]], lanes[span]
+        part = values[bounds[span] : bounds[span + 1]]
+        own = lanes[span]
         phase = begun[span] % LANES
         head = min(part.size, (LANES - phase) % LANES)
         for i in range(head):

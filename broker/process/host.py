@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from narrows.broker.config import BrokerConfig
+from narrows.broker.merging import Alarm
 from narrows.broker.process.downlink import Downlink
-from narrows.broker.process.pipeline import Pipeline
+from narrows.broker.process.pipeline import Pipeline, replay
 from narrows.broker.store import Store
 from narrows.broker.syncer import Syncer
 from narrows.broker.syncer import events as ev
@@ -49,20 +50,28 @@ class Host:
         1970. `reach` is called with each of pipeline.CRASH_PLACES, `on_fault` with the connection
         of each refusal that counts against a key, "" for the message in hand. Raises StateError.
         """
-        self._wires, self._pool, self._reach, self._on_note = wires, pool, reach, on_note
+        self._wires = wires
+        self._pool = pool
+        self._reach = reach
+        self._on_note = on_note
         self._on_fault = on_fault
         recovered = store.recover(now_unix())
-        epoch, run_id = f"{recovered.life}-{nonce}", recovered.run_id
-        self.pipeline = Pipeline(config, self, store, reach, on_note)
-        resumed, digest = self.pipeline.resume(recovered), store.published_digest
-        newest = store.newest_push
+        alarm = Alarm()
+        model = replay(config, store, recovered, alarm, on_note)
+        epoch = f"{recovered.life}-{nonce}"
         # The time after the replay, which may take minutes: times that begin with this life, such
         # as the wait for those who have trained, would be over before anybody could come.
         self.syncer = Syncer(
-            config, epoch, run_id, now(),
-            resumed=resumed, published_digest=digest, newest_push=newest,
-        )  # fmt: skip
-        self.pipeline.syncer = self.syncer
+            config,
+            epoch,
+            recovered,
+            now(),
+            published_digest=store.published_digest,
+            newest_push=store.newest_push,
+        )
+        self.pipeline = Pipeline(
+            config, self, store, self.syncer, recovered, model, alarm, reach=reach, note=on_note
+        )
         self.downlink = Downlink(config, epoch, wires, self, self.pipeline)
         self.finished: ev.Finish | None = None
         """Set when the process should end."""
@@ -76,7 +85,7 @@ class Host:
         try:
             message = wire.decode_control(frames, msg.CONTROL_UP_BYTES_MAX)
         except RemoteProtocolError as error:
-            self.syncer.refused(peer, error, now)
+            self.syncer.state.refuse(peer, error)
         else:
             self.syncer.control(peer, site, message, now)
         self._came(frames, now)
@@ -119,16 +128,16 @@ class Host:
             expected, remedy = f"{header.payload_digest:016x}", "it is asked for again"
             raise fault(what, expected, f"{got:016x}", remedy, ErrorCode.BAD_DIGEST)
         if header.kind is msg.DataKind.PUSH:
-            if self.syncer.push_chunk(header, now):
+            if self.syncer.wants(header, now):
                 self._up_bytes[wire.name_of(header.incarnation)] += len(payload)
-                self.pipeline.keep(header, payload, now)
+                self.pipeline.keep(header, payload)
         elif header.codec != msg.LOSSLESS:
             what, remedy = "codec of version 0", "send version 0 without loss"
             raise fault(what, msg.LOSSLESS, header.codec, remedy, ErrorCode.BAD_CHUNK)
         elif header.kind is msg.DataKind.LAYOUT:
             if self.syncer.wants_layout(header.incarnation):
                 self.syncer.layout(header.incarnation, wire.unpack_layout(payload), now)
-        elif self.syncer.seed_chunk(header, now):
+        elif self.syncer.wants(header, now):
             self._up_bytes[wire.name_of(header.incarnation)] += len(payload)
             self.pipeline.keep_seed(header, payload)
 
@@ -204,10 +213,10 @@ class Host:
                 self._send(peer, message, now)
             case ev.Seed():
                 self.pipeline.seed(effect)
-            case ev.Merge():
+            case ev.MergeRound():
                 self.pipeline.merge(effect)
-            case ev.Commit(fragment):
-                self.pipeline.commit(fragment)
+            case ev.Commit():
+                self.pipeline.commit(effect)
             case ev.Publish(fragment, version):
                 self.downlink.publish(fragment, version, now)
                 self._reach("published")
@@ -216,7 +225,7 @@ class Host:
             case ev.Serve(incarnation, fetch):
                 self.downlink.serve(incarnation, fetch, now)
             case ev.CommitEnd():
-                self.pipeline.commit_end()
+                self.pipeline.commit_end(effect)
             case ev.Finish():
                 self.finished = effect
             case ev.Note():

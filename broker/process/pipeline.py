@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,16 +21,16 @@ import numpy as np
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import Alarm, Model, merge
-from narrows.broker.records import Contribution, FragmentState, Round, Version
-from narrows.broker.store import Recovered, Store, read_initial
+from narrows.broker.records import Contribution, FragmentState, Recovered, Version
+from narrows.broker.store import read_initial
 from narrows.broker.syncer import Syncer
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.state import fault
 from narrows.proto.codec import DecodedChunk, decode_chunk, values_of
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError, RemoteProtocolError
-from narrows.proto.layout import build_table
-from narrows.proto.messages import LOSSLESS, CodecName, Header, Layout
-from narrows.proto.ports import Done, Pool
+from narrows.proto.layout import Fragment, build_table
+from narrows.proto.messages import LOSSLESS, Header, Layout
+from narrows.proto.ports import Done, Pool, Store
 from narrows.proto.timing import DISK_AGAIN_S
 
 CRASH_PLACES: Final = ("merged", "appended", "durable", "installed", "published")
@@ -45,43 +45,89 @@ SNAPSHOT_AGAIN_S: Final = 60.0
 
 
 @dataclass
-class _Push:
-    """A push that is here or on its way: bytes for the store, codes for the merge."""
+class PushPayloads:
+    """The chunks of a push that the syncer's inbox waits for or holds: bytes for the store, codes
+    for the merge."""
 
-    codec: CodecName
     payloads: dict[int, bytes] = field(default_factory=dict)
     decoded: dict[int, DecodedChunk] = field(default_factory=dict)
 
 
-class Pipeline:
-    """Performs Drop, Merge, Commit, Seed and CommitEnd, and tells the syncer what became of it."""
+def replay(
+    config: BrokerConfig,
+    store: Store[Version, FragmentState],
+    recovered: Recovered,
+    alarm: Alarm,
+    note: Callable[[ev.Note], None],
+) -> Model | None:
+    """The model as the last life left it, by replay; None before version 0. Raises ConfigError for
+    another number of fragments, StateError if a replay gives other bits."""
+    for text in recovered.notes:
+        note(ev.Note("recovered", text, {}, warning=True))
+    if recovered.layout is None:
+        return None
+    if recovered.fragments != config.fragments.count:
+        raise ConfigError(
+            "fragments.count cannot change within a run",
+            expected=str(recovered.fragments),
+            got=str(config.fragments.count),
+            remedy=f"set it to {recovered.fragments}, or begin a run in another --state-dir",
+        )
+    model = Model(build_table(recovered.layout.entries, recovered.fragments), recovered.states)
+    for fragment, snapshot in zip(model.table, recovered.states, strict=True):
+        for version in store.replay(fragment, snapshot):
+            model.install(version)
+            alarm.hear(version)
+    note(
+        ev.Note(
+            "resumed",
+            f"resumed run {recovered.run_id} at versions {min(model.heads)} to {max(model.heads)}, "
+            f"{recovered.clock // recovered.fragments:,} tokens",
+            {},
+        )
+    )
+    return model
 
-    syncer: Syncer
-    """The host sets it, once `resume` has said what it goes on from."""
+
+class Pipeline:
+    """Performs Drop, MergeRound, Commit, Seed and CommitEnd, and tells the syncer what became of
+    them."""
 
     def __init__(
         self,
         config: BrokerConfig,
         pool: Pool,
-        store: Store,
+        store: Store[Version, FragmentState],
+        syncer: Syncer,
+        recovered: Recovered,
+        model: Model | None,
+        alarm: Alarm,
+        *,
         reach: Callable[[str], None],
         note: Callable[[ev.Note], None],
     ) -> None:
-        """`reach` is called at each of CRASH_PLACES. `note` takes what people should read."""
-        self._config, self._settings = config, config.shared
-        self._pool, self._store, self._reach, self._note = pool, store, reach, note
-        self._alarm = Alarm()
-        self.model: Model | None = None
+        """`model` is the one that `replay` has made, and `alarm` has heard its versions. `reach`
+        is called at each of CRASH_PLACES. `note` takes lines that people should read."""
+        self._config = config
+        self._settings = config.shared
+        self._pool = pool
+        self._store = store
+        self._syncer = syncer
+        self._reach = reach
+        self._note = note
+        self._alarm = alarm
+        self.model = model
         """None until version 0 is durable."""
-        self._pushes: dict[tuple[str, int, int], _Push] = {}
+        self._snapshots = [state.version for state in recovered.states]
+        """Version of the newest snapshot, per fragment."""
+        self.pushes: dict[tuple[str, int, int], PushPayloads] = {}
+        """By (incarnation, fragment, push id)."""
         self._seed: dict[tuple[int, int], bytes] = {}
         """(fragment, chunk) -> payload of version 0."""
         self._undurable: dict[int, Version] = {}
         """Merged and not durable, by fragment."""
         self._again: list[tuple[float, Callable[[], None]]] = []
         """When a write that the disk refused is tried again, and the write."""
-        self._snapshots: list[int] = []
-        """Version of the newest snapshot, per fragment."""
         self._snapshotting = False
         self._snapshot_at = -math.inf
         """When a snapshot may be made again, after one that the disk refused."""
@@ -94,91 +140,96 @@ class Pipeline:
 
     # -- pushes
 
-    def keep(self, header: Header, payload: bytes, now: float) -> None:
+    def keep(self, header: Header, payload: bytes) -> None:
         """Keeps a wanted chunk, and has a worker decode it."""
-        push = self._pushes.setdefault(_key(header), _Push(header.codec))
-        if header.codec != push.codec:
-            remedy = "code all chunks of a push alike"
-            error = fault("codec", push.codec, header.codec, remedy, ErrorCode.BAD_CHUNK)
-            self.checked(header, push, error, now)
-            return
+        push = self.pushes.setdefault(_key(header), PushPayloads())
         push.payloads[header.chunk] = payload
-        fragment, elements = self.loaded.table[header.fragment], self._settings.chunk_elements
 
         def work() -> DecodedChunk | None:
             # A newer push has taken its place: a learner that does this again and again must not
             # fill the queue of the workers.
-            if self._pushes.get(_key(header)) is not push:
+            if self.pushes.get(_key(header)) is not push:
                 return None
-            return decode_chunk(fragment, header.codec, elements, header.chunk, payload)
+            return decode_chunk(
+                self.loaded.table[header.fragment],
+                header.codec,
+                self._settings.chunk_elements,
+                header.chunk,
+                payload,
+            )
 
         self._pool.run(work, lambda result, now: self.checked(header, push, result, now))
 
-    def checked(self, header: Header, push: _Push, result: Any, now: float) -> None:
+    def checked(self, header: Header, push: PushPayloads, result: Any, now: float) -> None:
         """A chunk decodes and is finite, or its push is refused."""
-        if self._pushes.get(_key(header)) is not push:
+        if self.pushes.get(_key(header)) is not push:
             return  # It was dropped meanwhile.
         if isinstance(result, RemoteProtocolError):
-            del self._pushes[_key(header)]
-            self.syncer.push_failed(header, result, now)
+            del self.pushes[_key(header)]
+            self._syncer.push_failed(header, result, now)
             return
         push.decoded[header.chunk] = result_of(result)
-        self.syncer.chunk_checked(header, now)
+        self._syncer.chunk_checked(header, now)
 
     def drop(self, order: ev.Drop) -> None:
         """Forgets a push that no round will take. Push id 0 stands for version 0: the one learner
         that was asked for it has failed."""
         if order.push_id == 0:
-            self._seed = {k: each for k, each in self._seed.items() if k[0] != order.fragment}
-        self._pushes.pop((order.incarnation, order.fragment, order.push_id), None)
+            self._seed = {
+                (fragment, index): payload
+                for (fragment, index), payload in self._seed.items()
+                if fragment != order.fragment
+            }
+        self.pushes.pop((order.incarnation, order.fragment, order.push_id), None)
 
     # -- a round
 
-    def merge(self, order: ev.Merge) -> None:
-        """Takes the pushes of a round, and has a worker merge them."""
-        index, elements = order.fragment, self._settings.chunk_elements
+    def merge(self, order: ev.MergeRound) -> None:
+        """Puts the payloads to the pushes of a round, and has a worker merge them."""
+        due = order.round_
         contributions: list[Contribution] = []
         decoded: list[list[DecodedChunk]] = []
-        for facts in order.pushes:
-            push = self._pushes.pop((facts.incarnation, index, facts.push_id))
-            chunks = tuple(push.payloads[i] for i in range(len(push.payloads)))
-            contributions.append(Contribution(*facts, push.codec, elements, chunks))
-            decoded.append([push.decoded[i] for i in range(len(chunks))])
-        policy, why = self._config.policy, order.reason
-        round_ = Round(index, order.version, tuple(contributions), policy, order.period_s, why)
-        fragment, before = self.loaded.table[index], self.loaded.states[index]
+        for contribution in due.contributions:
+            push = self.pushes.pop((contribution.incarnation, due.fragment, contribution.push_id))
+            indexes = range(len(push.payloads))
+            contributions.append(
+                replace(contribution, chunks=tuple(push.payloads[index] for index in indexes))
+            )
+            decoded.append([push.decoded[index] for index in indexes])
+        round_ = replace(due, contributions=tuple(contributions))
+        fragment = self.loaded.table[due.fragment]
+        before = self.loaded.states[due.fragment]
         self._pool.run(
             lambda: merge(fragment, before, round_, decoded),
-            lambda result, now: self.merged(index, result, now),
+            lambda result, now: self.merged(order, result, now),
         )
 
-    def merged(self, fragment: int, result: Any, now: float) -> None:
+    def merged(self, order: ev.MergeRound, result: Any, now: float) -> None:
         """The next version is made. Nothing has changed yet, and no learner hears of it."""
         if isinstance(result, FloatingPointError | NarrowsError):
-            self.syncer.merge_failed(fragment, result, now)
+            self._syncer.failed(order, result, now)
             return
-        self._undurable[fragment] = result_of(result)
+        self._undurable[order.round_.fragment] = result_of(result)
         self._reach("merged")
-        self.syncer.merged(fragment, now)
+        self._syncer.done(order, now)
 
-    def commit(self, fragment: int) -> None:
+    def commit(self, order: ev.Commit) -> None:
         """Has a worker make the next version durable."""
-        version = self._undurable[fragment]
+        version = self._undurable[order.fragment]
         self._write(
             lambda: self._store.commit(version),
-            lambda result, now: self.durable(version, result, now),
-            lambda error, now: self.syncer.disk_failed(fragment, error, now),
+            lambda result, now: self.durable(order, now),
+            lambda error, now: self._syncer.failed(order, error, now),
         )
 
-    def durable(self, version: Version, result: Any, now: float) -> None:
+    def durable(self, order: ev.Commit, now: float) -> None:
         """The next version exists."""
-        fragment = version.state.fragment
-        del self._undurable[fragment]
+        version = self._undurable.pop(order.fragment)
         self.loaded.install(version)
         self._reach("installed")
-        self.syncer.durable(fragment, now)
+        self._syncer.done(order, now)
         self._note_merge(version, now)
-        is_due = version.state.version >= self._snapshots[fragment] + SNAPSHOT_VERSIONS
+        is_due = version.state.version >= self._snapshots[order.fragment] + SNAPSHOT_VERSIONS
         if is_due and now >= self._snapshot_at:
             self._snapshot(version.state)
 
@@ -190,139 +241,126 @@ class Pipeline:
 
     def seed(self, order: ev.Seed) -> None:
         """Has a worker make version 0 durable, from the initial file or a learner's chunks."""
+        self._write(
+            lambda: self._version_0(order.layout),
+            lambda result, now: self.seeded(order, result, now),
+            lambda error, now: self._warn(f"version 0 cannot be written yet: {error}"),
+        )
 
-        def work() -> Model | RemoteProtocolError:
-            try:
-                return self._version_0(order.layout)
-            except (ConfigError, RemoteProtocolError, MemoryError) as error:
-                return _refusal(error, order.layout)
+    def _version_0(self, layout: Layout) -> Model | RemoteProtocolError:
+        """The durable version 0, or the refusal of its learner; on a worker. Raises DiskFull."""
+        try:
+            table = build_table(layout.entries, self._settings.fragments)
+            if self._config.broker.init:
+                states = read_initial(Path(self._config.broker.init), layout, table)
+            else:
+                states = [self._sent_state(fragment) for fragment in table]
+            self._store.seed(layout, states)
+            return Model(table, states)
+        except (ConfigError, RemoteProtocolError, MemoryError) as error:
+            return _refusal(error, layout)
 
-        self._write(work, self.seeded, self._warn_about("version 0"))
-
-    def _version_0(self, layout: Layout) -> Model:
-        """On a worker. Raises ConfigError, RemoteProtocolError, DiskFull or MemoryError."""
-        table = build_table(layout.entries, self._settings.fragments)
+    def _sent_state(self, fragment: Fragment) -> FragmentState:
+        """Version 0 of a fragment, from a learner's chunks."""
         elements = self._settings.state_chunk_elements
-        states: list[FragmentState] = []
-        if self._config.broker.init:
-            states = read_initial(Path(self._config.broker.init), layout, table)
-        else:
-            for f in table:
-                chunks = [
-                    decode_chunk(f, LOSSLESS, elements, i, self._seed[f.index, i])
-                    for i in range(f.chunk_count(elements))
-                ]
-                values = values_of(f, chunks)
-                states.append(FragmentState.of(f.index, 0, values, np.zeros_like(values), values))
-        self._store.seed(layout, states)
-        return Model(table, states)
+        chunks = [
+            decode_chunk(fragment, LOSSLESS, elements, index, self._seed[fragment.index, index])
+            for index in range(fragment.chunk_count(elements))
+        ]
+        values = values_of(fragment, chunks)
+        return FragmentState.of(fragment.index, 0, values, np.zeros_like(values), values)
 
-    def seeded(self, result: Model | RemoteProtocolError, now: float) -> None:
+    def seeded(self, order: ev.Seed, result: Model | RemoteProtocolError, now: float) -> None:
         """Version 0 is durable, or its learner is refused."""
         self._seed.clear()
         if isinstance(result, RemoteProtocolError):
-            self.syncer.seed_failed(result, now)
+            self._syncer.failed(order, result, now)
             return
-        self.model, self._snapshots = result, list(result.heads)
-        self.syncer.seeded(now)
+        self.model = result
+        self._snapshots = list(result.heads)
+        self._syncer.done(order, now)
 
-    def commit_end(self) -> None:
+    def commit_end(self, order: ev.CommitEnd) -> None:
         """Has a worker make durable that the run has ended."""
-        failed = self._warn_about("the end of the run")
-        self._write(self._store.end, lambda _, now: self.syncer.ended(now), failed)
+        self._write(
+            self._store.end,
+            lambda result, now: self._syncer.done(order, now),
+            lambda error, now: self._warn(f"the end of the run cannot be written yet: {error}"),
+        )
 
-    # -- a start, and a stop
-
-    def resume(self, recovered: Recovered) -> ev.Resumed | None:
-        """Replays what the last life left; None before version 0. Raises ConfigError for another
-        number of fragments, StateError if a replay gives other bits."""
-        for text in recovered.notes:
-            self._note(ev.Note("recovered", text, {}, warning=True))
-        if recovered.layout is None:
-            return None
-        if recovered.fragments != self._settings.fragments:
-            raise ConfigError(
-                "fragments.count cannot change within a run",
-                expected=str(recovered.fragments),
-                got=str(self._settings.fragments),
-                remedy=f"set it to {recovered.fragments}, or begin a run in another --state-dir",
-            )
-        table = build_table(recovered.layout.entries, recovered.fragments)
-        self.model = model = Model(table, recovered.states)
-        self._snapshots = list(model.heads)
-        for state, each in zip(recovered.states, table, strict=True):
-            for version in self._store.replay(each, state):
-                model.install(version)
-                self._alarm.hear(version)
-        tokens = recovered.clock // len(table)
-        text = f"resumed run {recovered.run_id} at versions {min(model.heads)} to "
-        text += f"{max(model.heads)}, {tokens:,} tokens"
-        self._note(ev.Note("resumed", text, {}))
-        return ev.Resumed(
-            recovered.layout, model.heads, recovered.clock, dict(recovered.merged),
-            recovered.period_s, recovered.phase, dict(recovered.merged_tokens),
-        )  # fmt: skip
+    # -- a stop
 
     def close(self) -> bool:
-        """Writes what a start would have to replay. No worker runs any more.
+        """Writes a snapshot of each fragment, so that the next start replays nothing. No worker
+        runs any more.
 
-        False: a disk has refused that, as a line has said. Raises StateError if the state directory
+        False: the disk has refused one, as the log says. Raises StateError if the state directory
         is gone.
         """
         self._store.check_folder()
-        for state in self.model.states if self.model is not None else ():
-            if state.version > self._snapshots[state.fragment]:
-                try:
+        states = self.model.states if self.model is not None else []
+        try:
+            for state in states:
+                if state.version > self._snapshots[state.fragment]:
                     self._store.snapshot(state)
-                except OSError as error:
-                    self._warn(f"the next start replays some rounds: {error}")
-                    return False
+        except OSError as error:
+            self._warn(f"the next start replays some rounds: {error}")
+            return False
         return True
 
     # -- time, and what is served
 
     def turn(self, now: float) -> None:
-        """Tries again what a full disk refused."""
-        due = [work for at, work in self._again if now >= at]
-        self._again = [each for each in self._again if now < each[0]]
-        for work in due:
-            work()
+        """Tries the writes again that a full disk refused."""
+        due = [write for at, write in self._again if now >= at]
+        self._again = [(at, write) for at, write in self._again if now < at]
+        for write in due:
+            write()
 
     def deadline(self) -> float:
         """When `turn` has something to do."""
         return min((at for at, _ in self._again), default=math.inf)
 
-    @property
-    def held_pushes(self) -> set[tuple[str, int, int]]:
-        """(incarnation, fragment, push id) of the pushes whose payloads wait for a round."""
-        return set(self._pushes)
-
     def publication(self, fragment: int, version: int) -> Version | None:
         """One of the last publications of a fragment; None if it is no longer kept, or was made
         before a restart that changed the size of chunks."""
         found = self.loaded.publication(fragment, version)
-        elements = self._settings.chunk_elements
-        return found if found and found.round_.policy.chunk_elements == elements else None
+        if found and found.round_.policy.chunk_elements != self._settings.chunk_elements:
+            return None
+        return found
 
     def head(self, fragment: int) -> tuple[FragmentState, dict[str, int]]:
         """The newest durable state of a fragment, and the newest push of each incarnation in it."""
-        return self.loaded.states[fragment], dict(self.syncer.state.rounds[fragment].merged)
+        return self.loaded.states[fragment], dict(self._syncer.state.rounds[fragment].merged)
 
     # -- details
 
     def _note_merge(self, version: Version, now: float) -> None:
-        round_, state = version.round_, version.state
-        fields: dict[str, object] = {
-            "fragment": state.fragment, "version": state.version,
-            "digest": f"{state.digests.published:016x}", "reason": round_.reason,
-            "contributors": [each.learner for each in round_.contributions],
-            "tokens": sum(each.tokens for each in round_.contributions),
-            "live": self.syncer.live(now), "run_tokens": self.syncer.run_tokens,
-            "elements": self.loaded.table[state.fragment].elements,
-            "pushed_bytes": sum(len(c) for each in round_.contributions for c in each.chunks),
-            "published_bytes": sum(len(each.payload) for each in version.publication),
-        }  # fmt: skip
-        self._note(ev.Note("merged", f"fragment {state.fragment}: {state.version}", fields))
+        """Writes the round to the events file, and warns of a push that is far too long."""
+        round_ = version.round_
+        state = version.state
+        syncer = self._syncer.state
+        self._note(
+            ev.Note(
+                "merged",
+                f"fragment {state.fragment}: {state.version}",
+                {
+                    "fragment": state.fragment,
+                    "version": state.version,
+                    "digest": f"{state.digests.published:016x}",
+                    "reason": round_.reason,
+                    "contributors": [each.learner for each in round_.contributions],
+                    "tokens": sum(each.tokens for each in round_.contributions),
+                    "live": sorted(each.name for each in syncer.members.awaited(now)),
+                    "run_tokens": syncer.clock.run_tokens,
+                    "elements": self.loaded.table[state.fragment].elements,
+                    "pushed_bytes": sum(
+                        len(c) for each in round_.contributions for c in each.chunks
+                    ),
+                    "published_bytes": sum(len(each.payload) for each in version.publication),
+                },
+            )
+        )
         for line in self._alarm.hear(version):
             self._note(ev.Note("alarm", line, {"fragment": state.fragment}, warning=True))
 
@@ -350,18 +388,14 @@ class Pipeline:
 
         def finish(result: Any, now: float) -> None:
             if isinstance(result, OSError):
-                again = now + DISK_AGAIN_S
-                self._again.append((again, lambda: self._pool.run(work, finish)))
+                self._again.append((now + DISK_AGAIN_S, lambda: self._pool.run(work, finish)))
                 failed(result, now)
+            elif isinstance(result, RemoteProtocolError):
+                done(result, now)  # The refusal of a learner is a result, too.
             else:
-                # A refusal of a learner is a result, too.
-                is_refusal = isinstance(result, RemoteProtocolError)
-                done(result if is_refusal else result_of(result), now)
+                done(result_of(result), now)
 
         self._pool.run(work, finish)
-
-    def _warn_about(self, what: str) -> Callable[[OSError, float], None]:
-        return lambda error, now: self._warn(f"{what} cannot be written yet: {error}")
 
     def _warn(self, text: str) -> None:
         self._note(ev.Note("disk", text, {}, warning=True))
@@ -374,7 +408,7 @@ def _key(header: Header) -> tuple[str, int, int]:
 def _refusal(
     error: ConfigError | RemoteProtocolError | MemoryError, layout: Layout
 ) -> RemoteProtocolError:
-    """The refusal of a learner of whose chunks version 0 cannot be made."""
+    """The refusal of a learner, when its chunks cannot become version 0."""
     if isinstance(error, MemoryError):
         return fault(
             "the model does not fit into the broker's memory",
@@ -382,13 +416,18 @@ def _refusal(
             f"{sum(math.prod(each.shape) for each in layout.entries)} parameters",
             "run the broker on a larger machine, or train a smaller model", ErrorCode.TOO_LARGE,
         )  # fmt: skip
-    code, what, remedy = error.code, error.message, error.remedy
+    if error.code is ErrorCode.NOT_FINITE:  # Asked again, its learner would send the same.
+        return fault(
+            "version 0",
+            error.expected,
+            error.got,
+            "start it with parameters that are finite",
+            ErrorCode.NOT_FINITE_SEED,
+        )
+    code = error.code
     if code is ErrorCode.CONFIG:  # It fits neither the settings nor the initial file.
         code = ErrorCode.LAYOUT_DIFFERS
-    elif code is ErrorCode.NOT_FINITE:  # Asked again, its learner would send the same.
-        code, what = ErrorCode.NOT_FINITE_SEED, "version 0"
-        remedy = "start it with parameters that are finite"
-    return fault(what, error.expected, error.got, remedy, code)
+    return fault(error.message, error.expected, error.got, error.remedy, code)
 
 
 def result_of(result: Any) -> Any:

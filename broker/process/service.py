@@ -67,7 +67,6 @@ class Service:
             try:
                 store = Store(
                     Path(process.state_dir),
-                    journal=process.journal == "on",
                     keep_history=process.keep_history,
                     reach=reach,
                 )

@@ -35,6 +35,7 @@ _STORED: Final = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 """How numpy reads and writes the elements of a safetensors file, by its names of dtypes."""
 
 _ARRAYS: Final = ("global", "momentum", "published")
+"""The tensors of a state file."""
 
 REMEDY: Final = (
     "Put a backup of the directory in its place. If the database can still be read, `narrows "
@@ -42,20 +43,20 @@ REMEDY: Final = (
 )
 
 
-class DiskFull(OSError):
-    """The disk did not take the bytes. Nothing has changed; try again later."""
+class NotWritten(OSError):
+    """The bytes were not taken. Nothing has changed; try again later."""
 
-    def __init__(self, file: object, error: object) -> None:
-        remedy = "Make room on that disk; if it has room, check it"
+    def __init__(
+        self,
+        file: object,
+        error: object,
+        remedy: str = "Make room on that disk; if it has room, check it",
+    ) -> None:
         super().__init__(f"{file} cannot be written: {error}. {remedy}")
 
 
-class DatabaseBusy(OSError):
-    """Another process holds the database. Nothing has changed; try again later."""
-
-    def __init__(self, file: object, error: object) -> None:
-        who = "another process holds it: sqlite3, or a backup?"
-        super().__init__(f"{file} cannot be written: {error}. {who}")
+class DiskFull(NotWritten):
+    """The disk did not take the bytes."""
 
 
 def damaged(file: Path, *, expected: str, got: str) -> StateError:
@@ -78,7 +79,8 @@ class Place(NamedTuple):
     """Where the chunks of a contribution lie, one after another."""
 
     digest: str
-    pack: int
+    pack: int | None
+    """Number of the pack. None, and so the rest: no start needs the chunks any more."""
     offset: int
     sizes: str
     """Bytes of each chunk, as JSON."""
@@ -95,9 +97,12 @@ class Packs:
     def __init__(self, folder: Path, *, durable: bool = True) -> None:
         self.folder = folder
         self._durable = durable
-        self._fd, self._number = -1, 0
+        self.number = 0
+        """Number of the pack that was opened last; 0: none yet."""
+        self._fd = -1
+        """The descriptor of that pack; -1: none is open."""
         self._begin = 0
-        """Where that begins which was appended last."""
+        """Offset of the newest append in that pack."""
 
     def append(self, payloads: Sequence[Sequence[bytes]]) -> list[Place]:
         """Writes the chunks of each payload; they are durable when it returns. Raises DiskFull."""
@@ -105,11 +110,12 @@ class Packs:
         try:
             if self._fd < 0 or os.fstat(self._fd).st_size >= PACK_BYTES:
                 self._open_next()
-            end = self._begin = os.fstat(self._fd).st_size
+            self._begin = os.fstat(self._fd).st_size
+            end = self._begin
             for chunks in payloads:
-                sizes = list(map(len, chunks))
+                sizes = [len(chunk) for chunk in chunks]
                 text = msgspec.json.encode(sizes).decode()
-                places.append(Place(payload_digest(chunks), self._number, end, text))
+                places.append(Place(payload_digest(chunks), self.number, end, text))
                 end += sum(sizes)
                 for chunk in chunks:
                     view = memoryview(chunk)
@@ -123,18 +129,20 @@ class Packs:
         return places
 
     def take_back(self) -> None:
-        """Frees what was appended last, since it may be what fills the disk: it is not durable, or
-        its row is not. It comes again, in another pack."""
+        """Frees the newest append, which may be what fills the disk: it is not durable, or its row
+        is not. The same payloads come again, in another pack."""
         with suppress(OSError):
             if self._fd >= 0 and self._begin:
                 os.ftruncate(self._fd, self._begin)
             elif self._fd >= 0:
-                self.path().unlink()
+                self.path(self.number).unlink()
         with suppress(OSError):
             self.close()
 
     def read(self, place: Place, whose: str) -> tuple[bytes, ...]:
-        """The chunks at a place. Raises StateError, which says whose payload is not as it was."""
+        """The chunks at a place; `whose` tells in a StateError which payload is damaged."""
+        if place.pack is None:
+            raise damaged(self.folder, expected=whose, got="a row that says it is not needed")
         path = self.path(place.pack)
         try:
             sizes = msgspec.json.decode(place.sizes, type=list[int])
@@ -143,26 +151,36 @@ class Packs:
                 chunks = tuple(file.read(size) for size in sizes)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise damaged(path, expected=whose, got=str(error)) from error
-        if (got := payload_digest(chunks)) != place.digest:
-            expected = f"{whose}, at {place.offset} with digest {place.digest}"
-            raise damaged(path, expected=expected, got=got)
+        got = payload_digest(chunks)
+        if got != place.digest:
+            raise damaged(
+                path,
+                expected=f"{whose}, at {place.offset} with digest {place.digest}",
+                got=got,
+            )
         return chunks
 
-    def path(self, number: int = 0) -> Path:
-        """The file of a pack; without a number, of the one that is being written."""
-        return self.folder / f"{number or self._number:08d}.pack"
+    def path(self, number: int) -> Path:
+        """The file of a pack."""
+        return self.folder / f"{number:08d}.pack"
 
     def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
+        """Closes the pack that is being written; the next append opens another one."""
+        if self._fd >= 0:
+            fd = self._fd
+            # A close that fails leaves no descriptor either.
+            self._fd = -1
             os.close(fd)
 
     def _open_next(self) -> None:
         self.close()
-        found = (int(path.stem) for path in self.folder.glob("*.pack"))
-        self._number, self._begin = max(found, default=self._number) + 1, 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
-        self._fd = os.open(self.path(), flags, 0o600)
+        self.number = 1 + max(
+            (int(path.stem) for path in self.folder.glob("*.pack")), default=self.number
+        )
+        self._begin = 0
+        self._fd = os.open(
+            self.path(self.number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600
+        )
         if self._durable:
             sync_folder(self.folder)
 
@@ -176,9 +194,9 @@ def payload_digest(chunks: Iterable[bytes]) -> str:
     return hasher.hexdigest()
 
 
-def state_path(folder: Path, fragment: int, version: int) -> Path:
+def state_path(folder: Path, index: int, version: int) -> Path:
     """The file of a fragment's state in a state directory."""
-    return folder / "fragments" / f"{fragment}-{version}.safetensors"
+    return folder / "fragments" / f"{index}-{version}.safetensors"
 
 
 def write_states(
@@ -188,28 +206,36 @@ def write_states(
     that rows may refer to them. Raises DiskFull."""
     written: list[tuple[int, int]] = []
     for state in states:
-        arrays = (state.global_, state.momentum, state.published)
-        named = zip(_ARRAYS, arrays, strict=True)
-        entries = [LayoutEntry(name, array.shape, "float32", "mean") for name, array in named]
+        arrays = {
+            "global": state.global_,
+            "momentum": state.momentum,
+            "published": state.published,
+        }
+        entries = [
+            LayoutEntry(name, array.shape, "float32", "mean") for name, array in arrays.items()
+        ]
+        path = state_path(folder, state.fragment, state.version)
+        _write(path, entries, arrays.values(), {}, durable)
         written.append((state.fragment, state.version))
-        _write(state_path(folder, *written[-1]), entries, arrays, {}, durable)
     if durable:
         sync_folder(folder / "fragments")
     return written
 
 
-def read_state(folder: Path, fragment: int, version: int, digests: Digests) -> FragmentState:
+def read_state(folder: Path, index: int, version: int, digests: Digests) -> FragmentState:
     """Reads what `write_states` wrote. Raises StateError if the file is missing, unreadable, or its
     arrays have other digests."""
-    path = state_path(folder, fragment, version)
+    path = state_path(folder, index, version)
     try:
         with safe_open(path, framework="numpy") as file:
-            arrays: list[F32] = [file.get_tensor(name) for name in _ARRAYS]
+            arrays: dict[str, F32] = {name: file.get_tensor(name) for name in _ARRAYS}
     except (OSError, SafetensorError) as error:
         raise damaged(path, expected="the state of a fragment", got=str(error)) from error
-    if any(array.dtype != np.float32 or array.ndim != 1 for array in arrays):
+    if any(array.dtype != np.float32 or array.ndim != 1 for array in arrays.values()):
         raise damaged(path, expected="float32 vectors", got="other tensors")
-    state = FragmentState.of(fragment, version, *arrays)
+    state = FragmentState.of(
+        index, version, arrays["global"], arrays["momentum"], arrays["published"]
+    )
     if state.digests != digests:
         raise damaged(path, expected=f"digests {digests}", got=str(state.digests))
     return state
@@ -224,35 +250,43 @@ def read_initial(path: Path, layout: Layout, table: Sequence[Fragment]) -> list[
     try:
         stored = dict(deserialize(path.read_bytes()))  # type: ignore[no-untyped-call]
     except (OSError, SafetensorError) as error:
-        remedy = "Correct broker.init, or leave it out: the first learner's parameters begin then"
         raise ConfigError(
-            f"{path}", expected="a safetensors file", got=str(error), remedy=remedy
+            f"{path}",
+            expected="a safetensors file",
+            got=str(error),
+            remedy="Correct broker.init, or leave it out:"
+            " the first learner's parameters begin then",
         ) from error
-    tensors: list[NDArray[Any]] = []
-    for entry in layout.entries:
-        tensor = stored.get(entry.name, {"shape": "no such tensor", "dtype": ""})
-        # A scalar may stand in the file with no dimension and in the layout with one.
-        same = (tuple(tensor["shape"]) or (1,)) == (entry.shape or (1,))
-        if not same or tensor["dtype"] not in _STORED:
-            raise ConfigError(
-                f"{path} does not fit the model",
-                expected=f"{entry.name} of shape {list(entry.shape)}, {' or '.join(_STORED)}",
-                got=f"{tensor['shape']} {tensor['dtype']}".strip(),
-            )
-        tensors.append(np.frombuffer(tensor["data"], _STORED[tensor["dtype"]]))
+    tensors = [_stored_tensor(path, stored, entry) for entry in layout.entries]
     states: list[FragmentState] = []
     for fragment in table:
         values = np.empty(fragment.elements, np.float32)
         for piece in fragment.pieces:
             found = tensors[piece.tensor][piece.start : piece.start + piece.count]
             if found.dtype == np.uint16:
+                # A bfloat16 is the upper half of a float32.
                 found = (found.astype(np.uint32) << np.uint32(16)).view(np.float32)
-            values[piece.offset : piece.offset + piece.count] = found
-            if not all_finite(values[piece.offset : piece.offset + piece.count]):
+            own = values[piece.offset : piece.offset + piece.count]
+            own[:] = found
+            if not all_finite(own):
                 name = layout.entries[piece.tensor].name
                 raise ConfigError(f"{path}: {name}", expected="finite values", got="others")
         states.append(FragmentState.of(fragment.index, 0, values, np.zeros_like(values), values))
     return states
+
+
+def _stored_tensor(path: Path, stored: Mapping[str, Any], entry: LayoutEntry) -> NDArray[Any]:
+    """The elements of the tensor that a layout entry names, as the file has them."""
+    tensor = stored.get(entry.name, {"shape": "no such tensor", "dtype": ""})
+    # A scalar may stand in the file with no dimension and in the layout with one.
+    same = (tuple(tensor["shape"]) or (1,)) == (entry.shape or (1,))
+    if not same or tensor["dtype"] not in _STORED:
+        raise ConfigError(
+            f"{path} does not fit the model",
+            expected=f"{entry.name} of shape {list(entry.shape)}, {' or '.join(_STORED)}",
+            got=f"{tensor['shape']} {tensor['dtype']}".strip(),
+        )
+    return np.frombuffer(tensor["data"], _STORED[tensor["dtype"]])
 
 
 def export_model(
@@ -265,14 +299,15 @@ def export_model(
     """Writes the model, given per fragment as float32 (n,), with the layout's names, shapes and
     dtypes. Tied names and buffers are not in it: the broker does not know them. Raises DiskFull.
     """
-    pieces = sorted(
-        (piece.tensor, piece.start, fragment.index, piece.offset, piece.count)
+    # The file has the tensors in the layout's order, whichever fragments their pieces are in.
+    pieces = {
+        (piece.tensor, piece.start): values[fragment.index][piece.offset :][: piece.count]
         for fragment in table
         for piece in fragment.pieces
-    )
+    }
     parts = (
-        _as_dtype(values[fragment][offset : offset + count], layout.entries[tensor].dtype)
-        for tensor, _, fragment, offset, count in pieces
+        _as_dtype(pieces[tensor, start], layout.entries[tensor].dtype)
+        for tensor, start in sorted(pieces)
     )
     _write(path, layout.entries, parts, {"format": "pt", **metadata}, durable=True)
     sync_folder(path.parent)
@@ -299,11 +334,12 @@ def _write(
     """Writes the elements of tensors, one after another, to a new file that then takes the name:
     it appears whole or not at all."""
     header: dict[str, object] = {"__metadata__": metadata}
-    end = 0
+    start = 0
     for entry in entries:
         name = _NAMES[entry.dtype]
-        start, end = end, end + element_count(entry) * np.dtype(_STORED[name]).itemsize
+        end = start + element_count(entry) * np.dtype(_STORED[name]).itemsize
         header[entry.name] = {"dtype": name, "shape": entry.shape, "data_offsets": (start, end)}
+        start = end
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)  # Blanks align the data, as the format asks.
     unfinished = path.with_name(f"{path.name}.new")

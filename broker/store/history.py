@@ -8,62 +8,64 @@ anything but the bits that learners have seen.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
-from itertools import takewhile
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import xxhash
 
 from narrows.broker.merging import merge
-from narrows.broker.records import Contribution, Digests, FragmentState, Policy, Round, Version
+from narrows.broker.records import (
+    Contribution,
+    Digests,
+    FragmentState,
+    Policy,
+    Round,
+    RunRow,
+    Version,
+)
 from narrows.broker.store import files
-from narrows.broker.store.files import damaged
 from narrows.proto.errors import ConfigError, NarrowsError, StateError
 from narrows.proto.layout import Fragment, build_table, fingerprint
 from narrows.proto.messages import Layout, Phase
 
 DATABASE: Final = "run.db"
 
+PUSH_COLUMNS: Final = (
+    "learner", "incarnation", "push_id", "base", "tokens", "steps", "codec", "chunk_elements",
+)  # fmt: skip
+"""Columns of a contribution that are the fields of `records.Contribution`."""
+
+# The digest of a row is taken over these columns in this order: a column that moves makes every
+# row of an old directory damaged.
+ROUND_FACTS: Final = (
+    "seq", "fragment", "version", "at", "clock", "policy", "period_s", "reason",
+    "global", "momentum", "published",
+)  # fmt: skip
+CONTRIBUTION_FACTS: Final = ("seq", "fragment", *PUSH_COLUMNS, "weight", "norm", "digest")
+
+INSERT_SNAPSHOT: Final = "INSERT OR IGNORE INTO snapshots (fragment, version) VALUES (?, ?)"
+"""Its values are the pairs that `files.write_states` returns."""
+
 PRIMARY_CODE: Final = 0xFF
 """Bits of an error code of SQLite that name its kind; the others say more."""
 
+REFUSED_WRITES: Final = (
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR_WRITE,
+    sqlite3.SQLITE_IOERR_SHMSIZE,
+)
+"""Codes of a write that failed, because of a full disk, a quota, or a limit on files, and left the
+log as it was. A failed fsync is not among them: nobody knows what is durable then."""
+
+Facts: TypeAlias = sqlite3.Row | Mapping[str, Any]
+"""A row by the names of its columns, as it was read or as it will be written."""
+
 Seen = TypeVar("Seen")
-
-
-@dataclass(frozen=True)
-class Run:
-    """Facts of a whole run."""
-
-    run_id: str
-    phase: Phase
-    clock: int
-    """Tokens of all merged pushes, summed over fragments."""
-    fragments: int
-    """P; 0 before version 0."""
-    layout: Layout | None
-    """None before version 0."""
-
-
-@dataclass(frozen=True)
-class Recovered(Run):
-    """All that a life of the broker begins with."""
-
-    life: int
-    period_s: float
-    """Period of the newest round; 0: none."""
-    merged: Mapping[tuple[str, int], int]
-    """(incarnation, fragment) -> newest merged push id; what was merged last stands last."""
-    merged_tokens: Mapping[str, int]
-    """Incarnation -> tokens of its merged pushes, summed over fragments."""
-    states: tuple[FragmentState, ...]
-    """Newest whole snapshot per fragment, empty before version 0: `Store.replay` goes on."""
-    notes: tuple[str, ...]
-    """Lines that an operator should read, one line each: damage that was got over, rounds lost."""
 
 
 class RoundRow(NamedTuple):
@@ -75,8 +77,8 @@ class RoundRow(NamedTuple):
     round_: Round
     """Its contributions have no chunks: `History.load` reads them."""
     digests: Digests
-    places: tuple[files.Place | None, ...]
-    """Where the chunks lie. None: they were not kept, or are not needed any more."""
+    places: tuple[files.Place, ...]
+    """Where the chunks of each contribution lie."""
 
 
 class Audit(NamedTuple):
@@ -97,7 +99,8 @@ class History:
 
     def __init__(self, folder: Path, file: Path | None = None, *, durable: bool = True) -> None:
         """`file` is another database than the directory's own, with some of its rows."""
-        self.folder, self.file = folder, file or folder / DATABASE
+        self.folder = folder
+        self.file = file or folder / DATABASE
         if not self.file.exists():
             raise ConfigError(
                 f"{folder} holds no run",
@@ -108,160 +111,207 @@ class History:
         uri = f"{self.file.absolute().as_uri()}?mode=ro"
         with database_errors(self.file):
             self._reader = sqlite3.connect(uri, uri=True, check_same_thread=False)
+        self._reader.row_factory = sqlite3.Row
 
     def close(self) -> None:
         self._reader.close()
 
-    def query(self, sql: str, *arguments: object) -> list[Any]:
+    def query(self, sql: str, **named: object) -> list[sqlite3.Row]:
         """All rows of an answer, so that no cursor stays open between two of them."""
         with database_errors(self.file):
-            return self._reader.execute(sql, arguments).fetchall()
+            return self._reader.execute(sql, named).fetchall()
 
     @property
-    def run(self) -> Run:
+    def run(self) -> RunRow:
         """The row of the run."""
         try:
-            ((_, run_id, phase, clock, fragments, text, known),) = self.query("SELECT * FROM run")
-            layout = None if text is None else msgspec.json.decode(text, type=Layout)
-            if layout is not None and fingerprint(layout) != known:
-                raise ValueError(f"a layout that is not {known}")
-            return Run(run_id, Phase(phase), clock, fragments, layout)
+            (row,) = self.query("SELECT * FROM run")
+            layout = None
+            if row["layout"] is not None:
+                layout = msgspec.json.decode(row["layout"], type=Layout)
+                if fingerprint(layout) != row["fingerprint"]:
+                    raise ValueError(f"a layout that is not {row['fingerprint']}")
+            return RunRow(
+                run_id=row["run_id"],
+                phase=Phase(row["phase"]),
+                clock=row["clock"],
+                fragments=row["fragments"],
+                layout=layout,
+            )
         except (ValueError, msgspec.MsgspecError) as error:
-            raise damaged(self.file, expected="the row of a run", got=str(error)) from error
+            raise files.damaged(self.file, expected="the row of a run", got=str(error)) from error
 
     @property
     def table(self) -> tuple[Fragment, ...]:
         """The fragments; empty before version 0."""
         run = self.run
-        return build_table(run.layout.entries, run.fragments) if run.layout else ()
+        if run.layout is None:
+            return ()
+        return build_table(run.layout.entries, run.fragments)
 
-    def rounds(self, condition: str = "TRUE", *arguments: int) -> Iterator[RoundRow]:
+    def rounds(self, condition: str = "TRUE", **named: int) -> Iterator[RoundRow]:
         """The rounds that fulfil a condition in SQL, in the order in which they became durable."""
-        for seq in self.query(f"SELECT seq FROM rounds WHERE {condition} ORDER BY seq", *arguments):
-            ((*columns, known),) = self.query("SELECT * FROM rounds WHERE seq = ?", *seq)
-            of_round = "SELECT * FROM contributions WHERE seq = ? ORDER BY learner, incarnation"
-            parts = self.query(of_round, *seq)
-            number, fragment, version, at_unix, _, policy, period_s, reason, *digests = columns
-            if (got := row_digest(columns, parts)) != known:
-                what = f"round {number}, version {version} of fragment {fragment}"
-                raise damaged(self.file, expected=f"{what} with digest {known}", got=got)
-            pushes = tuple(Contribution(*(*part[2:10], ())) for part in parts)
-            rules = msgspec.json.decode(policy, type=Policy)
-            yield RoundRow(
-                seq=number,
-                at_unix=at_unix,
-                round_=Round(fragment, version, pushes, rules, period_s, reason),
-                digests=Digests(*(int(each, 16) for each in digests)),
-                places=tuple(
-                    None if part[13] is None else files.Place(*part[12:]) for part in parts
-                ),
-            )
+        for row in self.query(f"SELECT seq FROM rounds WHERE {condition} ORDER BY seq", **named):
+            yield self._round(row["seq"])
 
-    def snapshots(self, fragment: int) -> list[RoundRow]:
+    def _round(self, seq: int) -> RoundRow:
+        """One round and its contributions, whose facts must have the digest that was written."""
+        (row,) = self.query("SELECT * FROM rounds WHERE seq = :seq", seq=seq)
+        parts = self.query(
+            "SELECT * FROM contributions WHERE seq = :seq ORDER BY learner, incarnation", seq=seq
+        )
+        digest = row_digest(row, parts)
+        if digest != row["digest"]:
+            raise files.damaged(
+                self.file,
+                expected=f"round {seq}, version {row['version']} of fragment {row['fragment']}"
+                f" with digest {row['digest']}",
+                got=digest,
+            )
+        round_ = Round(
+            fragment=row["fragment"],
+            version=row["version"],
+            contributions=tuple(
+                Contribution(**{name: part[name] for name in PUSH_COLUMNS}) for part in parts
+            ),
+            policy=msgspec.json.decode(row["policy"], type=Policy),
+            period_s=row["period_s"],
+            reason=row["reason"],
+        )
+        return RoundRow(
+            seq=seq,
+            at_unix=row["at"],
+            round_=round_,
+            digests=Digests(
+                global_=int(row["global"], 16),
+                momentum=int(row["momentum"], 16),
+                published=int(row["published"], 16),
+            ),
+            places=tuple(
+                files.Place(**{name: part[name] for name in files.Place._fields}) for part in parts
+            ),
+        )
+
+    def snapshots(self, index: int) -> list[RoundRow]:
         """The rounds of a fragment whose states are kept whole, oldest first; at least one."""
-        kept = "version IN (SELECT version FROM snapshots WHERE fragment = rounds.fragment)"
-        if rows := list(self.rounds(f"fragment = ? AND {kept}", fragment)):
-            return rows
-        raise damaged(self.file, expected=f"a snapshot of fragment {fragment}", got="none")
+        rows = list(
+            self.rounds(
+                "fragment = :index"
+                " AND version IN (SELECT version FROM snapshots WHERE fragment = :index)",
+                index=index,
+            )
+        )
+        if not rows:
+            raise files.damaged(self.file, expected=f"a snapshot of fragment {index}", got="none")
+        return rows
 
     def whole(self, row: RoundRow) -> FragmentState:
         """The state that a snapshot holds."""
         return files.read_state(self.folder, row.round_.fragment, row.round_.version, row.digests)
 
-    def newest_whole(self, fragment: int) -> tuple[FragmentState, list[StateError]]:
-        """The newest snapshot that is as it was written, and what is wrong with newer ones."""
+    def newest_whole(self, index: int) -> tuple[FragmentState, list[StateError]]:
+        """The newest snapshot that is as it was written, and the errors of newer ones."""
         errors: list[StateError] = []
-        for row in reversed(self.snapshots(fragment)):
+        for row in reversed(self.snapshots(index)):
             try:
                 return self.whole(row), errors
             except StateError as error:
                 errors.append(error)
         raise errors[0]
 
-    def after(self, state: FragmentState) -> Iterator[RoundRow]:
-        """The rounds of a fragment after a state, up to the first one whose payloads were not
-        kept."""
-        rows = self.rounds("fragment = ? AND version > ?", state.fragment, state.version)
-        return takewhile(lambda row: None not in row.places, rows)
-
     def load(self, row: RoundRow) -> Round:
         """A round with its chunks."""
-        pushes = list(row.round_.contributions)
-        for index, (push, place) in enumerate(zip(pushes, row.places, strict=True)):
-            assert place is not None, "a round whose payloads were not kept"
-            whose = f"the payload of {push.learner} in round {row.seq}"
-            pushes[index] = replace(push, chunks=self._packs.read(place, whose))
-        return replace(row.round_, contributions=tuple(pushes))
+        pushes = tuple(
+            replace(
+                push,
+                chunks=self._packs.read(place, f"the payload of {push.learner} in round {row.seq}"),
+            )
+            for push, place in zip(row.round_.contributions, row.places, strict=True)
+        )
+        return replace(row.round_, contributions=pushes)
 
     def replay(self, fragment: Fragment, state: FragmentState) -> Iterator[Version]:
-        """Merges the rounds after a state again, as far as their payloads are kept; every version
-        must have the three digests in its row."""
-        for row in self.after(state):
+        """Merges the rounds after a state again; every version must have the three digests in its
+        row."""
+        later = self.rounds(
+            "fragment = :index AND version > :version", index=fragment.index, version=state.version
+        )
+        for row in later:
             what = f"version {state.version + 1} of fragment {fragment.index}"
             if row.round_.version != state.version + 1:
-                raise damaged(self.file, expected=what, got=f"version {row.round_.version}")
-            round_, what = self.load(row), f"{what} with digests {row.digests}"
+                raise files.damaged(self.file, expected=what, got=f"version {row.round_.version}")
+            round_ = self.load(row)
+            expected = f"{what} with digests {row.digests}"
             try:
                 version = merge(fragment, state, round_)
             except (FloatingPointError, NarrowsError) as error:
-                raise damaged(self.file, expected=what, got=str(error)) from error
+                raise files.damaged(self.file, expected=expected, got=str(error)) from error
             state = version.state
             if state.digests != row.digests:
-                raise damaged(self.file, expected=what, got=str(state.digests))
+                raise files.damaged(self.file, expected=expected, got=str(state.digests))
             yield version
 
     def state(self, fragment: Fragment) -> FragmentState:
-        """A fragment at the newest version that a start could go on from."""
+        """A fragment at its newest version."""
         state, _ = self.newest_whole(fragment.index)
         for version in self.replay(fragment, state):
             state = version.state
         return state
 
     def states(self) -> Iterator[FragmentState]:
-        """Each fragment at the newest version that a start could go on from."""
+        """Each fragment at its newest version, as a start would find it."""
         return (self._steadily(fragment, self.state) for fragment in self.table)
 
     def audit(self) -> Audit:
         """Looks at every byte that a start, a replay or a rollback would rely on; tells the first
         damage of each round and fragment."""
-        counted, replayed = 0, 0
         problems: list[str] = []
-        ((verdict,),) = self.query("PRAGMA integrity_check(1)")
-        if verdict != "ok":
-            problems.append(f"{self.file}: {verdict}")
-        total = "SELECT clock, (SELECT coalesce(sum(tokens), 0) FROM contributions) FROM run"
-        ((clock, tokens),) = self.query(total)
-        if tokens != clock:
-            problems.append(f"{self.file}: clock {clock}, but {tokens} tokens merged")
-        for seq in self.query("SELECT seq FROM rounds"):
+        (check,) = self.query("PRAGMA integrity_check(1)")
+        if check["integrity_check"] != "ok":
+            problems.append(f"{self.file}: {check['integrity_check']}")
+
+        (tokens,) = self.query(
+            "SELECT clock, (SELECT coalesce(sum(tokens), 0) FROM contributions) AS merged FROM run"
+        )
+        if tokens["merged"] != tokens["clock"]:
+            problems.append(
+                f"{self.file}: clock {tokens['clock']}, but {tokens['merged']} tokens merged"
+            )
+
+        rounds = 0
+        for row in self.query("SELECT seq FROM rounds"):
             try:
-                counted += len(list(self.rounds("seq = ?", *seq)))
+                self._round(row["seq"])
+                rounds += 1
             except StateError as error:
                 problems.append(str(error))
 
-        def merged_again(fragment: Fragment) -> int:
-            """Versions after the oldest snapshot, once all snapshots are whole."""
-            for row in reversed(self.snapshots(fragment.index)):
-                state = self.whole(row)
-            return sum(1 for _ in self.replay(fragment, state))
-
+        replayed = 0
         for fragment in self.table:
             try:
-                replayed += self._steadily(fragment, merged_again)
+                replayed += self._steadily(fragment, self._replayed)
             except StateError as error:
                 problems.append(str(error))
-        return Audit(counted, replayed, tuple(dict.fromkeys(problems)))
+        # A damaged row is met twice: by itself, and in the replay of its fragment.
+        return Audit(rounds, replayed, tuple(dict.fromkeys(problems)))
+
+    def _replayed(self, fragment: Fragment) -> int:
+        """The number of versions that a replay makes from the oldest snapshot on, once every
+        snapshot was read."""
+        for row in reversed(self.snapshots(fragment.index)):
+            state = self.whole(row)
+        return sum(1 for _ in self.replay(fragment, state))
 
     def _steadily(self, fragment: Fragment, look: Callable[[Fragment], Seen]) -> Seen:
-        """Looks at a fragment, and again if a broker that runs has removed meanwhile what was
-        looked at: old snapshots, and the payloads before them."""
-        kept = "SELECT version FROM snapshots WHERE fragment = ?"
+        """Looks at a fragment, and looks again if a broker that runs has meanwhile removed old
+        snapshots and the payloads before them."""
+        kept = "SELECT version FROM snapshots WHERE fragment = :index"
         while True:
-            before = self.query(kept, fragment.index)
+            before = self.query(kept, index=fragment.index)
             try:
                 return look(fragment)
             except StateError:
-                if before == self.query(kept, fragment.index):
+                if before == self.query(kept, index=fragment.index):
                     raise
 
     def rollback(self, until: int, target: Path) -> None:
@@ -273,11 +323,11 @@ class History:
         """
         if target.exists():
             raise ConfigError(f"{target} exists", expected="a new directory", got="an old one")
-        ((newest,),) = self.query("SELECT coalesce(max(seq), 0) FROM rounds")
-        if not 0 < until <= newest:
+        (rounds,) = self.query("SELECT coalesce(max(seq), 0) AS newest FROM rounds")
+        if not 0 < until <= rounds["newest"]:
             raise ConfigError(
                 f"there is no round {until}",
-                expected=f"1 to {newest}",
+                expected=f"1 to {rounds['newest']}",
                 got=str(until),
                 remedy="`narrows journal show` lists the rounds",
             )
@@ -289,14 +339,14 @@ class History:
             with database_errors(file), closing(sqlite3.connect(file, isolation_level=None)) as db:
                 self._reader.backup(db)
                 db.execute("PRAGMA foreign_keys = ON")
-                db.execute("DELETE FROM rounds WHERE seq > ?", (until,))
+                db.execute("DELETE FROM rounds WHERE seq > :until", {"until": until})
                 with closing(History(self.folder, file)) as cut:
                     heads = files.write_states(folder, cut._heads(until))
                 db.execute("DELETE FROM snapshots")
-                db.executemany("INSERT INTO snapshots VALUES (?, ?)", heads)
+                db.executemany(INSERT_SNAPSHOT, heads)
                 db.execute("UPDATE contributions SET pack = NULL, offset = NULL, sizes = NULL")
-                db.execute("UPDATE run SET phase = ?", (Phase.RUNNING,))
-                count_again(db)
+                db.execute("UPDATE run SET phase = :phase", {"phase": Phase.RUNNING})
+                _count_again(db)
             files.sync_folder(folder)
             folder.rename(target)
         files.sync_folder(target.absolute().parent)
@@ -304,47 +354,44 @@ class History:
     def _heads(self, until: int) -> Iterator[FragmentState]:
         """Each fragment at its newest version, which round `until` left."""
         for fragment in self.table:
-            snapshots = "SELECT count(*) FROM snapshots WHERE fragment = ?1"
-            known = f"SELECT coalesce(max(version), 0), ({snapshots}) FROM rounds"
-            ((newest, kept),) = self.query(f"{known} WHERE fragment = ?1", fragment.index)
-            state = self.state(fragment) if kept else None
-            if state is None or state.version < newest:
+            of_fragment = "SELECT version FROM snapshots WHERE fragment = :index"
+            if not self.query(of_fragment, index=fragment.index):
                 raise ConfigError(
                     f"fragment {fragment.index} cannot go back to round {until}",
-                    expected=f"a snapshot, and the payloads up to version {newest}",
-                    got=f"payloads up to version {state.version}" if state else "no snapshot",
+                    expected="a snapshot of that round or of one before",
+                    got="no snapshot",
                     remedy="Choose a later round. With broker.keep_history all of them are kept",
                 )
-            yield state
+            yield self.state(fragment)
 
 
-def row_digest(columns: Sequence[Any], parts: Iterable[Sequence[Any]]) -> str:
+def row_digest(round_: Facts, contributions: Iterable[Facts]) -> str:
     """xxh3_64 over the facts of a round and its contributions, as they stand in the columns; not
     over the places of payloads, which change when packs are removed."""
-    facts = (columns, [part[:13] for part in parts])
+    facts = [
+        [round_[name] for name in ROUND_FACTS],
+        [[each[name] for name in CONTRIBUTION_FACTS] for each in contributions],
+    ]
     return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(facts))
 
 
 @contextmanager
 def database_errors(file: Path) -> Iterator[None]:
-    """Errors of SQLite as DiskFull, DatabaseBusy or StateError."""
+    """Raises errors of SQLite as DiskFull, NotWritten or StateError."""
     try:
         yield
     except sqlite3.Error as error:
-        # A write that failed (a quota, a limit on files) leaves the log as it was, like a full
-        # disk. A failed fsync is another matter: nobody knows what is durable then.
-        refused = (
-            sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE
-        )  # fmt: skip
         code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK)
-        if code in refused:
+        if code in REFUSED_WRITES:
             raise files.DiskFull(file, error) from error
         if code & PRIMARY_CODE == sqlite3.SQLITE_BUSY:
-            raise files.DatabaseBusy(file, error) from error
-        raise damaged(file, expected="a database that works", got=str(error)) from error
+            raise files.NotWritten(
+                file, error, "another process holds it: sqlite3, or a backup?"
+            ) from error
+        raise files.damaged(file, expected="a database that works", got=str(error)) from error
 
 
-def count_again(db: sqlite3.Connection) -> None:
+def _count_again(db: sqlite3.Connection) -> None:
     """Takes the clock and the merged push ids from the rounds that are left."""
     db.execute("UPDATE run SET clock = (SELECT coalesce(sum(tokens), 0) FROM contributions)")
     db.execute("DELETE FROM merged")

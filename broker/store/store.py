@@ -12,6 +12,7 @@ A publication is not stored: it follows from the state before and the row of its
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import re
 import shutil
@@ -19,7 +20,6 @@ import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple
 from pathlib import Path
 from tempfile import mkdtemp
 from threading import Lock
@@ -27,13 +27,15 @@ from typing import Final
 
 import msgspec
 
-from narrows.broker.records import FragmentState, Policy, Round, Version
+from narrows.broker.records import FragmentState, Policy, Recovered, Round, Version
 from narrows.broker.store import files
 from narrows.broker.store.history import (
+    CONTRIBUTION_FACTS,
     DATABASE,
+    INSERT_SNAPSHOT,
+    PUSH_COLUMNS,
+    ROUND_FACTS,
     History,
-    Recovered,
-    count_again,
     database_errors,
     row_digest,
 )
@@ -51,8 +53,7 @@ SQLITE_MAGIC: Final = b"SQLite format 3\0"
 SCHEMA_VERSION: Final = 1
 
 # Digests are 16 hex digits, because SQLite's integers are signed. Rows are the history of the run
-# and stay when their packs go; pack is NULL then. The columns learner to chunk_elements are the
-# fields of records.Contribution in their order.
+# and stay when their packs go; pack is NULL then.
 SCHEMA: Final = f"""
 CREATE TABLE run (one INTEGER PRIMARY KEY CHECK (one = 1), run_id TEXT NOT NULL,
   phase TEXT NOT NULL, clock INTEGER NOT NULL, fragments INTEGER NOT NULL, layout TEXT,
@@ -85,7 +86,7 @@ SNAPSHOTS_KEPT: Final = 2
 """Per fragment: a start takes the older one if the newest is damaged."""
 
 INCARNATIONS_KEPT: Final = 1024
-"""Incarnations whose newest merged push a start knows; the newest ones."""
+"""A start knows the newest merged push of so many incarnations, the newest ones."""
 
 
 class Store(History):
@@ -101,15 +102,20 @@ class Store(History):
         folder: Path,
         *,
         durable: bool = True,
-        journal: bool = True,
         keep_history: bool = False,
         reach: Callable[[str], None] = lambda place: None,
     ) -> None:
-        """`durable=False` leaves fsync out, for simulations. `journal=False` keeps rows without
-        payloads. `keep_history` never removes a payload nor the snapshot of version 0. `reach` is
-        called at places where a crash is worth a test. Raises StateError or DiskFull."""
-        self._durable, self._journal, self._keep_history = durable, journal, keep_history
-        self._reach, self._lock, self._snapshot_lock = reach, Lock(), Lock()
+        """`durable=False` leaves fsync out, for simulations. `keep_history` never removes a
+        payload nor the snapshot of version 0. `reach` is called at places where a crash is worth a
+        test. Raises StateError or DiskFull."""
+        self._durable = durable
+        self._keep_history = keep_history
+        self._reach = reach
+        self._lock = Lock()
+        """A thread that writes holds it."""
+        self._snapshot_lock = Lock()
+        """A snapshot holds it: the sweep of one must not meet the file of another before its
+        row."""
         with ExitStack() as undo:
             self._lock_fd = _take_folder(folder, undo)
             with database_errors(folder / DATABASE):
@@ -123,74 +129,77 @@ class Store(History):
     def recover(self, now_unix: float) -> Recovered:
         """Begins a life of the broker, which is durable when this returns.
 
-        Rounds without payloads that no snapshot holds are deleted, and so are files that no row
-        knows; beside an older copy of the database they are set aside. Raises StateError for damage
-        that cannot be got over, and DiskFull.
+        Damaged snapshots are forgotten where an older one is whole, and files that no row knows are
+        removed; beside an older copy of the database they are set aside. Raises StateError for
+        damage that cannot be got over, and DiskFull.
         """
         notes: list[str] = []
-        # No crash leaves a whole state of a version without a row: its row was durable before.
-        newest = dict(self.query("SELECT fragment, max(version) FROM rounds GROUP BY fragment"))
-        found = re.findall(
-            r"(?<!\S)(\d+)-(\d+)\.safetensors(?!\S)",
-            " ".join(os.listdir(self.folder / "fragments")),
-        )
-        is_older = any(int(v) > newest.get(int(f), int(v)) for f, v in found)
+        is_older = self._is_older_copy()
         with self._lock:
             with database_errors(self.file), self._db as db:
-                insert = "INSERT INTO lives (at) VALUES (?) RETURNING life"
-                ((life,),) = db.execute(insert, (now_unix,)).fetchall()
-            fragments = range(self.run.fragments)
-            states = tuple(self._begin_at(fragment, notes) for fragment in fragments)
-            aside = mkdtemp(prefix="newer-", dir=self.folder) if is_older else None
+                (begun,) = db.execute(
+                    "INSERT INTO lives (at) VALUES (:at) RETURNING life", {"at": now_unix}
+                ).fetchall()
+            run = self.run
+            states = tuple(self._begin_at(fragment, notes) for fragment in range(run.fragments))
+            aside = Path(mkdtemp(prefix="newer-", dir=self.folder)) if is_older else None
             self._sweep(aside)
-            if aside is not None:
-                notes.append(
-                    f"{self.file} is older than {len(os.listdir(aside))} of its files, now in"
-                    f" {aside}. Was an older copy of it put back? Then stop the broker, and put the"
-                    " newer one back, and these files into packs/ and fragments/. Is this a backup"
-                    " that was taken while the broker ran? Then remove them"
-                )
-            last = "SELECT period_s FROM rounds ORDER BY seq DESC LIMIT 1"
-            merged = self.query("SELECT incarnation, fragment, push_id FROM merged ORDER BY seq")
-            sums = "SELECT incarnation, sum(tokens) FROM merged GROUP BY incarnation"
-            return Recovered(
-                **vars(self.run),
-                life=life,
-                period_s=sum(period_s for (period_s,) in self.query(last)),
-                merged={(name, fragment): push_id for name, fragment, push_id in merged},
-                merged_tokens=dict(self.query(sums)),
-                states=states,
-                notes=tuple(notes),
+        if aside is not None:
+            notes.append(
+                f"{self.file} is older than {len(os.listdir(aside))} of its files, now in {aside}."
+                " Was an older copy of it put back? Then stop the broker, and put the newer one"
+                " back, and these files into packs/ and fragments/. Is this a backup that was taken"
+                " while the broker ran? Then remove them"
             )
+        heads = self.query(
+            "SELECT max(version) AS head FROM rounds GROUP BY fragment ORDER BY fragment"
+        )
+        newest = self.query("SELECT period_s FROM rounds ORDER BY seq DESC LIMIT 1")
+        merged = self.query("SELECT incarnation, fragment, push_id FROM merged ORDER BY seq")
+        tokens = self.query(
+            "SELECT incarnation, sum(tokens) AS tokens FROM merged GROUP BY incarnation"
+        )
+        return Recovered(
+            **vars(run),
+            life=begun["life"],
+            heads=tuple(row["head"] for row in heads),
+            period_s=newest[0]["period_s"] if newest else 0.0,
+            merged={(row["incarnation"], row["fragment"]): row["push_id"] for row in merged},
+            merged_tokens={row["incarnation"]: row["tokens"] for row in tokens},
+            states=states,
+            notes=tuple(notes),
+        )
 
     def seed(self, layout: Layout, states: Sequence[FragmentState]) -> None:
         """Makes version 0 of every fragment durable: all or nothing. Raises DiskFull."""
-        known = files.write_states(self.folder, states, durable=self._durable)
-        assert known == [(fragment, 0) for fragment in range(len(states))], known
+        snapshots = files.write_states(self.folder, states, durable=self._durable)
+        assert snapshots == [(fragment, 0) for fragment in range(len(states))], snapshots
         with self._lock, database_errors(self.file), self._db as db:
-            text = msgspec.json.encode(layout).decode()
             db.execute(
-                "UPDATE run SET phase = ?, fragments = ?, layout = ?, fingerprint = ?",
-                (Phase.RUNNING, len(states), text, fingerprint(layout)),
+                "UPDATE run SET phase = :phase, fragments = :fragments, layout = :layout,"
+                " fingerprint = :fingerprint",
+                {
+                    "phase": Phase.RUNNING,
+                    "fragments": len(states),
+                    "layout": msgspec.json.encode(layout).decode(),
+                    "fingerprint": fingerprint(layout),
+                },
             )
             for state in states:
-                first = Version(Round(state.fragment, 0, (), Policy(), reason="seed"), state, ())
-                self._insert(first, [])
-            db.executemany("INSERT INTO snapshots VALUES (?, ?)", known)
+                round_ = Round(state.fragment, 0, (), Policy(), reason="seed")
+                self._insert(Version(round_, state, ()), [])
+            db.executemany(INSERT_SNAPSHOT, snapshots)
 
     def commit(self, version: Version) -> None:
         """Makes a round durable: payloads first, then its row, in one transaction.
 
-        Raises DiskFull or DatabaseBusy: the round does not exist, and the same call may be made
-        again later. Raises StateError if the directory is gone.
+        Raises NotWritten: the round does not exist, and the same call may be made again later.
+        Raises StateError if the directory is gone.
         """
         with self._lock:
             self.check_folder()
-            payloads = [each.chunks for each in version.round_.contributions]
-            places: Sequence[files.Place | None] = [None] * len(payloads)
-            if self._journal:
-                places = self._packs.append(payloads)
-                self._reach("appended")
+            places = self._packs.append([push.chunks for push in version.round_.contributions])
+            self._reach("appended")
             try:
                 with database_errors(self.file), self._db:
                     self._insert(version, places)
@@ -201,50 +210,54 @@ class Store(History):
 
     def snapshot(self, state: FragmentState) -> None:
         """Keeps the whole state of a durable version, so that a start replays less; then removes
-        what no start needs any more. Raises DiskFull or DatabaseBusy, and StateError if the
-        directory is gone."""
+        what no start needs any more. Raises NotWritten, and StateError if the directory is
+        gone."""
         self.check_folder()
-        # One at a time: a sweep must not meet the file of another snapshot before its row.
         with self._snapshot_lock:
-            (key,) = files.write_states(self.folder, [state], durable=self._durable)
+            snapshots = files.write_states(self.folder, [state], durable=self._durable)
             with self._lock:
                 with database_errors(self.file), self._db as db:
-                    db.execute("INSERT OR IGNORE INTO snapshots VALUES (?, ?)", key)
+                    db.executemany(INSERT_SNAPSHOT, snapshots)
                     self._forget(state.fragment)
                 self._sweep()
 
     def end(self) -> None:
         """Makes durable that the run has ended. Raises DiskFull."""
         with self._lock, database_errors(self.file), self._db as db:
-            db.execute("UPDATE run SET phase = ?", (Phase.ENDED,))
+            db.execute("UPDATE run SET phase = :phase", {"phase": Phase.ENDED})
 
     def published_digest(self, fragment: int, version: int) -> int | None:
         """Digest of the published copy at a durable version; None: this history has no such
         version. Never waits for a commit; call it on one thread."""
-        query = "SELECT published FROM rounds WHERE fragment = ? AND version = ?"
-        found = self.query(query, fragment, version)
-        return int(found[0][0], 16) if found else None
+        rows = self.query(
+            "SELECT published FROM rounds WHERE fragment = :fragment AND version = :version",
+            fragment=fragment,
+            version=version,
+        )
+        return int(rows[0]["published"], 16) if rows else None
 
     def newest_push(self, incarnation: str, fragment: int) -> int:
         """Newest id of an incarnation's pushes in the rows; 0: there is none. Never waits for a
         commit; call it on one thread."""
-        query = "SELECT max(push_id) FROM contributions"
-        query += " WHERE learner = ? AND incarnation = ? AND fragment = ?"
-        ((newest,),) = self.query(query, name_of(incarnation), incarnation, fragment)
-        return newest or 0
+        (row,) = self.query(
+            "SELECT coalesce(max(push_id), 0) AS newest FROM contributions"
+            " WHERE learner = :learner AND incarnation = :incarnation AND fragment = :fragment",
+            learner=name_of(incarnation),
+            incarnation=incarnation,
+            fragment=fragment,
+        )
+        return int(row["newest"])
 
     def check_folder(self) -> None:
         """Raises StateError if the state directory was removed or replaced while it is in use: the
         open files take every write, and are gone with the process."""
-        held = os.fstat(self._lock_fd)
         try:
             found = (self.folder / LOCK).stat()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            got = str(error)
-        else:
-            if (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino):
+            if os.path.samestat(found, os.fstat(self._lock_fd)):
                 return
             got = "the lock of another directory"
+        except (FileNotFoundError, NotADirectoryError) as error:
+            got = str(error)
         raise StateError(
             ErrorCode.STATE_DAMAGED,
             f"{self.folder} was removed or replaced while the broker runs",
@@ -259,65 +272,80 @@ class Store(History):
             self._undo.close()
 
     def _begin_at(self, fragment: int, notes: list[str]) -> FragmentState:
-        """The state that a start goes on from; forgets damaged snapshots and rounds that are lost.
+        """The state that a start goes on from; forgets damaged snapshots, and notes them.
 
         Raises StateError if no snapshot is whole.
         """
         state, errors = self.newest_whole(fragment)
         notes += [f"{error}. Now the older snapshot is used" for error in errors]
-        newest = max([state.version, *(row.round_.version for row in self.after(state))])
-        after = "WHERE fragment = ? AND version > ?"
         with database_errors(self.file), self._db as db:
             # A damaged one must not count as one of the two that are kept.
-            db.execute(f"DELETE FROM snapshots {after}", (fragment, state.version))
-            lost = db.execute(f"DELETE FROM rounds {after}", (fragment, newest)).rowcount
-            if lost:
-                count_again(db)
-                notes.append(
-                    f"fragment {fragment} goes back from version {newest + lost} to {newest}: the "
-                    "payloads of later rounds were not kept (broker.journal)"
-                )
+            db.execute(
+                "DELETE FROM snapshots WHERE fragment = :fragment AND version > :version",
+                {"fragment": fragment, "version": state.version},
+            )
         return state
 
-    def _insert(self, version: Version, places: Sequence[files.Place | None]) -> None:
+    def _insert(self, version: Version, places: Sequence[files.Place]) -> None:
         """Writes the rows of a round, its merged push ids and the clock."""
-        round_, pushes = version.round_, version.round_.contributions
-        counters = "SELECT (SELECT coalesce(max(seq), 0) + 1 FROM rounds), clock FROM run"
-        ((seq, clock),) = self._db.execute(counters).fetchall()
-        clock = min(clock + sum(each.tokens for each in pushes), TOKENS_MAX)
-        columns = (
-            seq, round_.fragment, round_.version, time.time(), clock,
-            msgspec.json.encode(round_.policy).decode(), float(round_.period_s), round_.reason,
-            *str(version.state.digests).split(),
-        )  # fmt: skip
+        round_ = version.round_
+        digests = version.state.digests
+        counters = "SELECT clock, (SELECT coalesce(max(seq), 0) FROM rounds) AS newest FROM run"
+        (before,) = self._db.execute(counters).fetchall()
+        seq = before["newest"] + 1
+        clock = before["clock"] + sum(push.tokens for push in round_.contributions)
+        clock = min(clock, TOKENS_MAX)
+        row = {
+            "seq": seq,
+            "fragment": round_.fragment,
+            "version": round_.version,
+            "at": time.time(),
+            "clock": clock,
+            "policy": msgspec.json.encode(round_.policy).decode(),
+            "period_s": float(round_.period_s),
+            "reason": round_.reason,
+            "global": f"{digests.global_:016x}",
+            "momentum": f"{digests.momentum:016x}",
+            "published": f"{digests.published:016x}",
+        }
         parts = [
-            (
-                seq, round_.fragment, *astuple(each)[:-1], weight, norm,
-                *(place or (files.payload_digest(each.chunks), None, None, None)),
+            {
+                "seq": seq,
+                "fragment": round_.fragment,
+                **{name: getattr(push, name) for name in PUSH_COLUMNS},
+                "weight": weight,
+                "norm": norm,
+                **place._asdict(),
+            }
+            for push, weight, norm, place in zip(
+                round_.contributions, version.weights, version.norms, places, strict=True
             )
-            for each, weight, norm, place in zip(
-                pushes, version.weights, version.norms, places, strict=True
-            )
-        ]  # fmt: skip
-        row = (*columns, row_digest(columns, parts))
-        self._db.execute(f"INSERT INTO rounds VALUES ({', '.join('?' * 12)})", row)
-        self._db.executemany(f"INSERT INTO contributions VALUES ({', '.join('?' * 16)})", parts)
+        ]
+        row["digest"] = row_digest(row, parts)
+        self._db.execute(_insert_into("rounds", (*ROUND_FACTS, "digest")), row)
+        columns = (*CONTRIBUTION_FACTS, "pack", "offset", "sizes")
+        self._db.executemany(_insert_into("contributions", columns), parts)
         self._db.execute(
             "INSERT INTO merged SELECT incarnation, fragment, push_id, seq, tokens"
-            " FROM contributions WHERE seq = ? ON CONFLICT DO UPDATE SET"
+            " FROM contributions WHERE seq = :seq ON CONFLICT DO UPDATE SET"
             " push_id = excluded.push_id, seq = excluded.seq, tokens = tokens + excluded.tokens",
-            (seq,),
+            {"seq": seq},
         )
-        self._db.execute("UPDATE run SET clock = ?", (clock,))
+        self._db.execute("UPDATE run SET clock = :clock", {"clock": clock})
 
     def _forget(self, fragment: int) -> None:
         """Drops from the rows what no start needs: older snapshots of a fragment, places in packs
         before the oldest one that is needed, incarnations that nobody remembers."""
         self._db.execute(
-            "DELETE FROM snapshots WHERE fragment = ?1 AND NOT (version = 0 AND ?2) AND version"
-            " NOT IN (SELECT version FROM snapshots WHERE fragment = ?1"
-            " ORDER BY version DESC LIMIT ?3)",
-            (fragment, self._keep_history, SNAPSHOTS_KEPT),
+            "DELETE FROM snapshots WHERE fragment = :fragment"
+            " AND NOT (version = 0 AND :keep_history)"
+            " AND version NOT IN (SELECT version FROM snapshots WHERE fragment = :fragment"
+            " ORDER BY version DESC LIMIT :kept)",
+            {
+                "fragment": fragment,
+                "keep_history": self._keep_history,
+                "kept": SNAPSHOTS_KEPT,
+            },
         )
         if not self._keep_history:
             self._db.execute(
@@ -328,23 +356,39 @@ class Store(History):
             )
         self._db.execute(
             "DELETE FROM merged WHERE incarnation NOT IN (SELECT incarnation FROM merged"
-            " GROUP BY incarnation ORDER BY max(seq) DESC LIMIT ?)",
-            (INCARNATIONS_KEPT,),
+            " GROUP BY incarnation ORDER BY max(seq) DESC LIMIT :kept)",
+            {"kept": INCARNATIONS_KEPT},
         )
 
-    def _sweep(self, aside: str | None = None) -> None:
+    def _is_older_copy(self) -> bool:
+        """Whether a whole state is here of a version without a row. No crash leaves one: the row is
+        durable before the state is written. But an older `run.db` may have been put back."""
+        rows = self.query("SELECT fragment, max(version) AS head FROM rounds GROUP BY fragment")
+        heads = {row["fragment"]: row["head"] for row in rows}
+        for path in self.folder.glob("fragments/*.safetensors"):
+            place = re.fullmatch(r"(\d+)-(\d+)", path.stem)
+            if place and int(place[2]) > heads.get(int(place[1]), math.inf):
+                return True
+        return False
+
+    def _sweep(self, aside: Path | None = None) -> None:
         """Removes the files that no row knows: what a crash left, and what `_forget` dropped.
         Given a folder, it moves them there.
 
         Raises StateError where that would be every file of a run.
         """
-        known = {self._packs.path()}
         with database_errors(self.file):
             states = self._db.execute("SELECT fragment, version FROM snapshots").fetchall()
-            packs = "SELECT DISTINCT pack FROM contributions WHERE pack IS NOT NULL"
-            known.update(self._packs.path(pack) for (pack,) in self._db.execute(packs))
-        known.update(files.state_path(self.folder, *each) for each in states)
-        # What has another name is somebody else's: a folder of a file system, a copy, a note.
+            packs = self._db.execute(
+                "SELECT DISTINCT pack FROM contributions WHERE pack IS NOT NULL"
+            ).fetchall()
+        known = {self._packs.path(self._packs.number)}
+        known.update(self._packs.path(row["pack"]) for row in packs)
+        known.update(
+            files.state_path(self.folder, row["fragment"], row["version"]) for row in states
+        )
+        # A file of another name belongs to somebody else: a folder of a file system, a copy, a
+        # note.
         ours = ("packs/*.pack", "fragments/*.safetensors*")
         found = [path for pattern in ours for path in self.folder.glob(pattern)]
         if not states:
@@ -352,8 +396,12 @@ class Store(History):
             # the next one overwrites. Anything else belongs to a run whose database is lost.
             strange = [path.name for path in found if "-0.safetensors" not in path.name]
             if strange:
-                got = f"a run without version 0 beside {len(strange)} files, such as {strange[0]}"
-                raise files.damaged(self.file, expected="rows for the files beside it", got=got)
+                raise files.damaged(
+                    self.file,
+                    expected="rows for the files beside it",
+                    got=f"a run without version 0 beside {len(strange)} files,"
+                    f" such as {strange[0]}",
+                )
             return
         for path in found:
             if path not in known and aside is not None:
@@ -362,9 +410,16 @@ class Store(History):
                 path.unlink(missing_ok=True)
 
 
+def _insert_into(table: str, columns: Sequence[str]) -> str:
+    """The SQL that writes a row, whose values are given by the names of its columns."""
+    values = ", ".join(f":{column}" for column in columns)
+    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({values})"
+
+
 def _take_folder(folder: Path, undo: ExitStack) -> int:
-    """Makes what is missing of a state directory, and locks it until `undo` is closed; the lock's
-    descriptor. Raises StateError if that cannot be done, or another process has it open."""
+    """Makes the missing folders of a state directory, and locks it until `undo` is closed; returns
+    the lock's descriptor. Raises StateError if the directory cannot be used, or another process
+    has it open."""
     try:
         for each in (folder, folder / "packs", folder / "fragments"):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -392,21 +447,10 @@ def _take_folder(folder: Path, undo: ExitStack) -> int:
         ) from error
 
 
-def _is_database(file: Path) -> bool:
-    with file.open("rb") as opened:
-        return opened.read(len(SQLITE_MAGIC)) == SQLITE_MAGIC
-
-
 def _open(folder: Path, durable: bool) -> sqlite3.Connection:
-    """The database, made if the directory is empty."""
+    """The database, made if the directory is empty. Raises StateError if it is not one of ours."""
     file = folder / DATABASE
-    has_run = any(any((folder / each).iterdir()) for each in ("packs", "fragments"))
-    # Before SQLite opens it: of a database without content it would remove the log, too.
-    if has_run and not file.exists():
-        raise files.damaged(file, expected="run.db beside packs/ and fragments/", got="no file")
-    if has_run and not _is_database(file):
-        got = f"not a database, {file.stat().st_size} bytes"
-        raise files.damaged(file, expected="the rows of packs/ and fragments/", got=got)
+    _check_file(file)
     # The folder may be one that others can read. SQLite gives its log the mode of the database.
     os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
     for each in (file, folder / f"{DATABASE}-wal", folder / f"{DATABASE}-shm"):
@@ -414,8 +458,9 @@ def _open(folder: Path, durable: bool) -> sqlite3.Connection:
             each.chmod(0o600)
     # In `with db`, the first change begins a transaction: all or nothing.
     db = sqlite3.connect(file, isolation_level="IMMEDIATE", check_same_thread=False)
-    (version,) = db.execute("PRAGMA user_version").fetchone()
-    tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master").fetchall()}
+    db.row_factory = sqlite3.Row
+    version = db.execute("PRAGMA user_version").fetchone()["user_version"]
+    tables = {row["name"] for row in db.execute("SELECT name FROM sqlite_master").fetchall()}
     is_ours = version == SCHEMA_VERSION and "run" in tables
     if not is_ours and (version or tables):
         raise StateError(
@@ -428,7 +473,7 @@ def _open(folder: Path, durable: bool) -> sqlite3.Connection:
     db.execute("PRAGMA journal_mode = WAL")
     db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'OFF'}")
     db.execute("PRAGMA foreign_keys = ON")
-    if not version:
+    if not is_ours:
         db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
     if durable:  # At each start: the one that made the directory may have been killed.
         files.sync_folder(folder)
@@ -437,3 +482,23 @@ def _open(folder: Path, durable: bool) -> sqlite3.Connection:
     # the log shows into the database and syncs that.
     db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     return db
+
+
+def _check_file(file: Path) -> None:
+    """Raises StateError if the database of a run that has files is missing, or is none.
+
+    It looks before SQLite does, which would begin an empty one in its place, and would remove the
+    log beside a database without content.
+    """
+    if not any(any((file.parent / name).iterdir()) for name in ("packs", "fragments")):
+        return
+    if not file.exists():
+        raise files.damaged(file, expected="run.db beside packs/ and fragments/", got="no file")
+    with file.open("rb") as opened:
+        beginning = opened.read(len(SQLITE_MAGIC))
+    if beginning != SQLITE_MAGIC:
+        raise files.damaged(
+            file,
+            expected="the rows of packs/ and fragments/",
+            got=f"not a database, {file.stat().st_size} bytes",
+        )

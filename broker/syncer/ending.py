@@ -1,4 +1,4 @@
-"""The end of a run: the goal, one last round per fragment, and whom the broker waits for."""
+"""The end of a run: the goal, one last round per fragment, and the learners it waits for."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import Member
 from narrows.broker.syncer.state import Stage, State
 from narrows.proto.messages import Phase
-from narrows.proto.timing import LEAVE_MAX_S, LEAVE_S, REDIAL_S
-from narrows.proto.wire import name_of
+from narrows.proto.timing import LEAVE_MAX_S, LEAVE_S, RETURN_S
 
 
 @dataclass(eq=False)
 class Ending:
     """Ends the run when its goal is reached, and the process when everybody has the final model.
 
-    In phase ENDING learners make no more steps. A fragment gets rounds until nobody who is waited
-    for has anything to push for it; that is one round, or two where a push was waiting already.
+    In phase ENDING learners make no more steps. A fragment gets rounds until no learner that the
+    end waits for has anything to push for it; that is one round, or two where a push was waiting
+    already.
+
+    The end waits three times: for the last pushes, for the disk, and for the last adoptions.
     """
 
     state: State
     began_at: float
-    """When the wait began that is on now: for the last pushes, the disk, the last adoptions."""
+    """When the present one of the three waits began."""
     finished: bool = False
 
-    # Who is waited for.
+    # Learners that the end waits for.
 
     def awaited(self, now: float) -> list[Member]:
-        """Learners of which anything moved lately, also those that are cut off for a moment."""
+        """Learners that have moved lately, also those that are cut off for a moment."""
         if now >= self.began_at + LEAVE_MAX_S:
             return []
         expected = [m for m in self.state.members if not (m.has_left or m.is_revoked)]
@@ -41,11 +43,10 @@ class Ending:
         It knows who has taught the run, and waits for them as long as for anybody. Others have at
         least the time that a dial takes.
         """
-        state, since_s = self.state, now - self.state.started_at
-        if state.resumed is None or since_s >= LEAVE_S:
+        since_s = now - self.state.started_at
+        if not self.state.taught or since_s >= LEAVE_S:
             return False
-        taught = (name_of(incarnation) for incarnation, _ in state.resumed.merged)
-        return since_s < REDIAL_S or not all(name in state.members.by_name for name in taught)
+        return since_s < RETURN_S or not self.state.taught <= self.state.members.by_name.keys()
 
     def owes(self, member: Member, fragment: int) -> bool:
         """A push of it is on its way, or it has neither pushed nor said that nothing is left."""
@@ -70,7 +71,8 @@ class Ending:
 
     def reach_goal(self, now: float) -> None:
         """Begins the end once the goal is reached."""
-        state, goal = self.state, self.state.settings.goal_tokens
+        state = self.state
+        goal = state.settings.goal_tokens
         if state.phase is Phase.RUNNING and goal and state.clock.run_tokens >= goal:
             state.turn(Phase.ENDING)
             self._wait_anew(state.members, now)
@@ -81,34 +83,43 @@ class Ending:
 
         Called after the rounds have been looked at.
         """
-        state = self.state
-        if state.phase is Phase.RUNNING or self.expects_strangers(now):
+        if self.expects_strangers(now):
             return
-        if state.phase is Phase.ENDING and not (state.closing or state.in_flight()):
-            if not self.fragments_open(now):
-                # Whom the last rounds have waited for in vain has had its time.
-                fragments = range(len(state.heads))
-                owing = [m for m in state.members if any(self.owes(m, f) for f in fragments)]
-                self._wait_anew([m for m in state.members if m not in owing], now)
-                state.closing = True
-                state.effects.append(ev.CommitEnd())
+        if self.state.phase is Phase.ENDING:
+            self._close(now)
         # A learner says Bye once it has adopted the final model outright. That it holds the heads
         # is not enough: it may not know yet that they are final.
-        if state.phase is Phase.ENDED and not self.finished and not self.awaited(now):
+        elif self.state.phase is Phase.ENDED and not self.finished and not self.awaited(now):
             self.finished = True
-            state.effects.append(ev.Finish(self._given_up()))
+            self.state.effects.append(ev.Finish(self._given_up()))
+
+    def _close(self, now: float) -> None:
+        """Has the end made durable once the last rounds are over."""
+        state = self.state
+        if state.closing or state.in_flight() or self.fragments_open(now):
+            return
+        # A learner that the last rounds have waited for in vain gets no second wait.
+        patient = [
+            member
+            for member in state.members
+            if not any(self.owes(member, fragment) for fragment in range(len(state.heads)))
+        ]
+        self._wait_anew(patient, now)
+        state.closing = True
+        state.effects.append(ev.CommitEnd())
 
     def ended(self, now: float) -> None:
         """The end is durable: the heads are final."""
-        # A full disk may have kept everybody waiting, but for those who were given up before.
-        waiting = [member for member in self.state.members if member.moved_at >= self.began_at]
-        self._wait_anew(waiting, now)
+        # A full disk may have kept everybody waiting, so all get a full wait from now on, except
+        # those that were given up before the wait for the disk began.
+        self._wait_anew([m for m in self.state.members if m.moved_at >= self.began_at], now)
         self.state.closing = False
         self.state.turn(Phase.ENDED)
         self.state.note("ended", "the run has ended: learners adopt the final model")
 
     def _wait_anew(self, members: Iterable[Member], now: float) -> None:
-        """Begins a full wait for these: who is paused makes no steps either."""
+        """Begins the next wait, and gives these learners the whole of it: while they waited for
+        others they could not move."""
         self.began_at = now
         for member in members:
             if member.is_heard(now):
@@ -118,9 +129,14 @@ class Ending:
         """Learners that saw the end and have not got the final model, each with what it lacks."""
         lines = []
         for member in self.state.members:
-            pairs = zip(self.state.heads, member.bases, strict=True)
-            lacks = [str(fragment) for fragment, (head, v) in enumerate(pairs) if v < head]
-            if lacks and not member.has_left and member.heard_at >= self.began_at - LEAVE_S:
-                which = f"fragment{'s' * (len(lacks) > 1)} {', '.join(lacks)}"
-                lines.append(f"{member.name} ({which})")
+            if member.has_left or member.heard_at < self.began_at - LEAVE_S:
+                continue
+            lacks = [
+                str(fragment)
+                for fragment, base in enumerate(member.bases)
+                if base < self.state.heads[fragment]
+            ]
+            if lacks:
+                noun = "fragment" if len(lacks) == 1 else "fragments"
+                lines.append(f"{member.name} ({noun} {', '.join(lacks)})")
         return tuple(lines)

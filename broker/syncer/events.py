@@ -1,44 +1,19 @@
-"""The syncer's way in and out: what the host tells it, and what it asks the host to do.
+"""The effects of the syncer: everything that it asks the host to do.
 
-Events are methods of `Syncer`; effects are the tuples here. After every call the host empties
+Inputs are methods of `Syncer`, effects are the tuples here. After every call the host empties
 `syncer.effects` and performs them in order. The machine's state is ahead of its effects when they
 are performed, so an effect carries all that it needs and the host never looks back.
+
+Seed, MergeRound, Commit and CommitEnd take long. Once the host has performed one of them it calls
+`syncer.done`, and if it could not, `syncer.failed`. It tries again what the disk refuses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
-from narrows.proto.messages import ControlMessage, Fetch, Layout, Phase
-
-
-class Resumed(NamedTuple):
-    """The facts that a syncer goes on from after a start on a state directory with version 0."""
-
-    layout: Layout
-    heads: tuple[int, ...]
-    clock: int
-    """Tokens of all merged pushes, summed over fragments."""
-    merged: Mapping[tuple[str, int], int]
-    """(incarnation, fragment) -> newest merged push id."""
-    period_s: float
-    """Period of the newest round; 0: none."""
-    phase: Phase
-    """RUNNING or ENDED."""
-    merged_tokens: Mapping[str, int]
-    """Incarnation -> tokens of its merged pushes, summed over fragments; for the status."""
-
-
-class PushFacts(NamedTuple):
-    """A complete push that a merge takes, in the order of `records.Contribution.order`."""
-
-    learner: str
-    incarnation: str
-    push_id: int
-    base: int
-    tokens: int
-    steps: int
+from narrows.broker.records import Round
+from narrows.proto.messages import ControlMessage, Fetch, Layout
 
 
 class Send(NamedTuple):
@@ -49,24 +24,20 @@ class Send(NamedTuple):
 
 
 class Seed(NamedTuple):
-    """All chunks of version 0 are here: make it durable, then call `seeded`."""
+    """All chunks of version 0 are here: make it durable. A failure refuses its learner."""
 
-    incarnation: str
     layout: Layout
 
 
-class Merge(NamedTuple):
-    """Merge these pushes on a worker, then call `merged` or `merge_failed`."""
+class MergeRound(NamedTuple):
+    """Merge the pushes of a round on a worker. A failure refuses them all."""
 
-    fragment: int
-    version: int
-    pushes: tuple[PushFacts, ...]
-    period_s: float
-    reason: str
+    round_: Round
+    """Its contributions are in the order of sums, and have no chunks: the pipeline keeps those."""
 
 
 class Commit(NamedTuple):
-    """Make the merged round of a fragment durable, then call `durable`."""
+    """Make the merged round of a fragment durable. After a failure the host tries it again."""
 
     fragment: int
 
@@ -94,7 +65,7 @@ class Serve(NamedTuple):
 
 
 class CommitEnd(NamedTuple):
-    """Make durable that the run has ended, then call `ended`."""
+    """Make durable that the run has ended. The host tries until the disk works."""
 
 
 class Finish(NamedTuple):
@@ -114,6 +85,7 @@ class Note(NamedTuple):
     warning: bool = False
 
 
-Effect: TypeAlias = (
-    Send | Seed | Merge | Commit | Publish | Drop | Serve | CommitEnd | Finish | Note
-)
+Slow: TypeAlias = Seed | MergeRound | Commit | CommitEnd
+"""Effects that a worker performs, and that the host answers."""
+
+Effect: TypeAlias = Send | Slow | Publish | Drop | Serve | Finish | Note

@@ -21,7 +21,7 @@ INTERVALS: Final = 8
 late Report is not."""
 
 INTERVAL_S_MIN: Final = REPORT_S / 2
-"""Shortest interval that counts by itself; what was reported sooner counts with the next Report.
+"""Shortest interval that counts by itself; a Report that comes sooner counts with the next one.
 After a stall of the line many Reports arrive together, and some go out at once at a change."""
 
 COUNTS_S: Final = 60.0
@@ -65,14 +65,15 @@ class Member:
     is_revoked: bool = False
     """Its site had no key left while it was connected."""
     told: Report = NOTHING_TOLD
-    """Its newest Report; but `bases` is what its parameters stand on."""
+    """Its newest Report. The field `bases` above, unlike the Report's, is never ahead of the
+    heads."""
     reported_at: float = float("-inf")
     merged_at: float = float("-inf")
-    """When a push of it was merged last; of who sends version 0: when a chunk came."""
+    """When a push of it was merged last; while it sends version 0: when a chunk came."""
     merged_tokens: int = 0
     """Tokens of its merged pushes, summed over fragments."""
     contributions: int = 0
-    refused: dict[int, int] = field(default_factory=dict[int, int])
+    refused: Counter[int] = field(default_factory=Counter[int])
     """Fragment -> newest push id that was refused. Its later chunks are dropped silently."""
     data_at: float = float("-inf")
     """When the last data message came."""
@@ -91,15 +92,15 @@ class Member:
     up_in_force: float = 0.0
     """Rate that it may still be using, until its Reports show that it was told less."""
     lowered_at: float = float("-inf")
-    step_s: float | None = None
-    """Median seconds per inner step; None: not known yet."""
+    step_s: float = 0.0
+    """Median seconds per inner step; 0: not known yet."""
     _intervals: deque[float] = field(default_factory=lambda: deque(maxlen=INTERVALS))
     counted: tuple[float, int] | None = None
     """Time and steps of the newest Report that counted steps; None: begin anew."""
 
     @property
     def site(self) -> str:
-        """The site that its name belongs to; with keys, whose key speaks for it."""
+        """The part of its name before the slash. With keys, the key of this site speaks for it."""
         return self.name.partition("/")[0]
 
     @property
@@ -126,25 +127,32 @@ class Member:
         """Takes a question in. To ask for other chunks of a STATE than before shows that some have
         come; the version may move on without any."""
         self.moved_at = self.asked_at = now
-        if fetch.kind is DataKind.STATE and self._asked.get(fetch.fragment) != hash(fetch.chunks):
-            self._asked[fetch.fragment], self.taken_at = hash(fetch.chunks), now
+        asked = hash(fetch.chunks)
+        if fetch.kind is DataKind.STATE and self._asked.get(fetch.fragment) != asked:
+            self._asked[fetch.fragment] = asked
+            self.taken_at = now
 
     def report(
         self, report: Report, bases: tuple[int, ...], heads: tuple[int, ...], now: float
     ) -> None:
-        """Takes progress in. Step times are taken on the broker's clock: nobody's own count of
-        seconds is believed."""
-        is_paused = report.paused is not None or self.told.paused is not None
+        """Takes progress in. The broker measures step times on its own clock: it believes no
+        learner's count of seconds."""
+        before = self.told
+        is_paused = report.paused is not None or before.paused is not None
         if is_paused or bases == heads or bases != self.bases:
-            self.taken_at, self.taken_steps = now, report.steps
-        before, self.told, self.reported_at = self.told, report, now
+            self.taken_at = now
+            self.taken_steps = report.steps
         if (report.steps, bases, report.finished) != (before.steps, self.bases, before.finished):
             self.moved_at = now
+        self.told = report
+        self.reported_at = now
         self.bases = bases
+
         if is_paused or self.counted is None:
             self.counted = (now, report.steps)
-        elif report.steps > self.counted[1] and now >= self.counted[0] + INTERVAL_S_MIN:
-            at, steps = self.counted
+            return
+        at, steps = self.counted
+        if report.steps > steps and now >= at + INTERVAL_S_MIN:
             self._intervals.append((now - at) / (report.steps - steps))
             self.step_s = median(self._intervals)
             self.counted = (now, report.steps)
@@ -176,40 +184,45 @@ class Members:
         return member if member and member.incarnation == incarnation else None
 
     def told_at_once(self, turn: int, period_s: float, now: float) -> list[Member]:
-        """Those who hear at once that a round opens or closes: all who count, and a few others
+        """Learners that hear at once that a round opens or closes: all that count, and a few others
         of each site. These take turns in the order of joining: some may never push, and must not
         keep the rest of their site from hearing. `turn` is to rise by one from round to round.
 
         Nobody starves. All others hear of it within BEAT_S, which repeats what is open: they push
-        to that, and at the latest when it is their turn. Who is merged counts from then on.
+        to that, and at the latest when it is their turn. A learner counts once a push is merged.
         """
         told: list[Member] = []
         others: dict[str, list[Member]] = {}
         for member in self.by_peer.values():
-            counts = member.counts(period_s, now)
-            (told if counts else others.setdefault(member.site, [])).append(member)
-        for each in others.values():
-            at = turn * TOLD_AT_ONCE % len(each)
-            told += [*each, *each][at : at + min(TOLD_AT_ONCE, len(each))]
+            if member.counts(period_s, now):
+                told.append(member)
+            else:
+                others.setdefault(member.site, []).append(member)
+        for site in others.values():
+            first = turn * TOLD_AT_ONCE % len(site)
+            told += [*site, *site][first : first + min(TOLD_AT_ONCE, len(site))]
         return told
 
     def connect(self, member: Member, peer: str, now: float) -> None:
         """Gives a member a connection, when nobody else has its name or this connection."""
-        # The member itself may still be using the rate that it was told before.
+        # Its rate in force stays: it may still be sending at the rate that it was told before.
         self.by_peer.pop(member.peer, None)
         member.peer = peer
         member.heard_at = member.moved_at = member.taken_at = now
         member.has_left = member.is_revoked = False
         self.by_name[member.name] = self.by_peer[peer] = member
-        gone = [member for member in self if not member.is_connected]
-        gone.sort(key=lambda member: member.heard_at)
+
+        gone = sorted(
+            (each for each in self if not each.is_connected), key=lambda each: each.heard_at
+        )
         for each in gone[: max(0, len(self.by_name) - NAMES_MAX)]:
             del self.by_name[each.name]
 
     def disconnect(self, member: Member) -> None:
         """The connection is gone, and with it the member's rate; the name is remembered."""
         self.by_peer.pop(member.peer, None)
-        member.peer, member.up_bits_per_s, member.up_in_force = "", 0.0, 0.0
+        member.peer = ""
+        member.up_bits_per_s = member.up_in_force = 0.0
 
     def excuse(self, delay_s: float, now: float) -> None:
         """The broker itself stood still: nobody was silent for that time, or slow."""
@@ -219,40 +232,60 @@ class Members:
             member.taken_at = min(now, member.taken_at + delay_s)
             member.counted = None
 
+    # Rates of the uplink.
+
     def share(self, own: float, total: float, period_s: float, now: float) -> list[Member]:
         """Sets the rates of all connected learners in bit/s: at most `own` for each, and a share of
-        `total`; 0: no limit. Returns those whose rate has changed.
-
-        Who counts has an equal share. All others of a site have one together:
-        enough for a first push, and no more for two hundred names than for one.
+        `total`; inf: no limit. Returns those whose rate has changed.
 
         A share is lowered before another one is raised: at no time may the learners send more than
-        the total.
+        the total. Until a learner's Reports show that it has heard of less, the rate that it was
+        told before is in force.
         """
-        if not own and not total:
+        if own == total == math.inf:
             return []
+        before = {member: member.up_bits_per_s for member in self.connected()}
+        targets = self._targets(own, total, period_s, now)
+        self._lower(targets, now)
+        self._raise(targets, total)
+        return [member for member, rate in before.items() if member.up_bits_per_s != rate]
+
+    def _targets(
+        self, own: float, total: float, period_s: float, now: float
+    ) -> dict[Member, float]:
+        """The rate that each connected learner should have in the end.
+
+        Every learner that counts has an equal share. All others of a site have one share together:
+        enough for a first push, and no more for two hundred names than for one.
+        """
         members = self.connected()
-        new = Counter(each.site for each in members if not each.counts(period_s, now))
-        parts = [1.0 if each.counts(period_s, now) else 1 / new[each.site] for each in members]
-        whole = (total or math.inf) / max(1.0, sum(parts))
-        targets = [min(own or math.inf, whole * part) for part in parts]
-        before = [member.up_bits_per_s for member in members]
-        for member, target in zip(members, targets, strict=True):
-            if not 0 < member.up_bits_per_s <= target:  # A newcomer, or one that has too much.
-                member.up_bits_per_s = min(member.up_bits_per_s or RATE_MIN, target)
+        others = Counter(each.site for each in members if not each.counts(period_s, now))
+        parts = {
+            each: 1.0 if each.counts(period_s, now) else 1 / others[each.site] for each in members
+        }
+        whole = total / max(1.0, sum(parts.values()))
+        return {member: min(own, whole * part) for member, part in parts.items()}
+
+    def _lower(self, targets: dict[Member, float], now: float) -> None:
+        """Begins newcomers at the least rate, and tells those less that have too much."""
+        for member, target in targets.items():
+            is_new = member.up_bits_per_s == 0
+            if is_new or member.up_bits_per_s > target:
+                member.up_bits_per_s = min(RATE_MIN, target) if is_new else target
                 member.up_in_force = max(member.up_in_force, member.up_bits_per_s)
                 member.lowered_at = now
             elif member.reported_at >= member.lowered_at + CONFIRM_S:
                 member.up_in_force = member.up_bits_per_s
-        free = max(0.0, (total or math.inf) - sum(member.up_in_force for member in members))
-        for member, target in zip(members, targets, strict=True):
+
+    def _raise(self, targets: dict[Member, float], total: float) -> None:
+        """Hands out the free part of the total, in the order of joining."""
+        free = max(0.0, total - sum(member.up_in_force for member in targets))
+        for member, target in targets.items():
             raised = min(target, member.up_in_force + free)
             if raised > member.up_bits_per_s:
                 free -= max(0.0, raised - member.up_in_force)
                 member.up_bits_per_s = raised
                 member.up_in_force = max(member.up_in_force, raised)
-        pairs = zip(members, before, strict=True)
-        return [member for member, rate in pairs if member.up_bits_per_s != rate]
 
     def check(self, total: float) -> None:
         for name, member in self.by_name.items():

@@ -8,17 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from narrows.broker.records import Contribution
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import Member
-from narrows.broker.syncer.state import State, Waiting, fault
+from narrows.broker.syncer.state import FragmentRound, State, WaitingPush, fault
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
 from narrows.proto.flow.transfer import Transfer
 from narrows.proto.timing import REPAIR_S
 
 LIVES_MAX: Final = 8
-"""Incarnations of one name whose pushes of a fragment wait at a time: who starts again and again
-while no round is merged must not fill the memory."""
+"""Incarnations of one name whose pushes of a fragment wait at a time: a learner that starts again
+and again while no round is merged must not fill the memory."""
 
 
 @dataclass(eq=False)
@@ -27,55 +28,57 @@ class Pushes:
 
     state: State
     ask_at: float = 0.0
-    """When `ask` looks at the pushes on their way again, at most REPAIR_S from now: so long a new
-    one has to come by itself. It does not look at each event: a thousand learners have many."""
+    """When `ask` looks at the pushes on their way again, at most REPAIR_S after it last did: a new
+    push has so long to come by itself. To look at each event would cost too much with a thousand
+    learners."""
 
-    # What comes in.
+    # Announcements and chunks.
 
     def announced(self, member: Member, push: msg.Push, now: float) -> None:
         """Takes an announcement in. The same one comes again after every Welcome."""
-        fragment, push_id = push.fragment, push.push_id
         if self.state.closing:
             return  # Its learner cannot know yet that the last rounds are over.
         try:
-            self._check_open(fragment)
-            if push.base > (head := self.state.heads[fragment]):
-                remedy = "fetch and adopt the newest version"
-                raise fault("base of a push", f"at most {head}", str(push.base), remedy)
-            if push_id <= (newest := member.refused.get(fragment, 0)):
+            self._check_open(push.fragment)
+            if push.base > self.state.heads[push.fragment]:
+                raise fault(
+                    "base of a push",
+                    f"at most {self.state.heads[push.fragment]}",
+                    str(push.base),
+                    "fetch and adopt the newest version",
+                )
+            if push.push_id <= member.refused[push.fragment]:
                 # The learner was away when its push was refused, and would wait for ever.
-                remedy = "count its tokens and steps as unpushed, and push them under the next id"
-                what = "a push that was refused before"
-                raise fault(what, f"an id above {newest}", str(push_id), remedy)
-            waiting = self._place(member, fragment, push_id, now)
+                raise fault(
+                    "a push that was refused before",
+                    f"an id above {member.refused[push.fragment]}",
+                    str(push.push_id),
+                    "count its tokens and steps as unpushed, and push them under the next id",
+                )
+            waiting = self._place(member, push.fragment, push.push_id, now)
         except RemoteProtocolError as error:
-            self.refuse(member, fragment, push_id, error)
+            self.refuse(member, push.fragment, push.push_id, error)
             return
         if waiting is not None and waiting.push is None:
-            waiting.push, waiting.announced_at = push, now
+            waiting.push = push
+            waiting.announced_at = now
             member.moved_at = now
 
     def chunk(self, header: msg.Header, now: float) -> bool:
-        """True if the chunk is wanted; asked before its payload is decoded. Constant time."""
-        state, fragment, push_id = self.state, header.fragment, header.push_id
-        member = state.members.of(header.incarnation)
-        if member is None or not member.is_connected or header.epoch != state.epoch:
+        """True if a chunk of this life's epoch is wanted; asked before its payload is decoded.
+        Constant time."""
+        member = self.state.members.of(header.incarnation)
+        if member is None or not member.is_connected:
             return False
         member.heard_at = member.data_at = now
-        if push_id <= member.refused.get(fragment, 0) or state.closing:
+        if self.state.closing or header.push_id <= member.refused[header.fragment]:
             return False
         try:
-            self._check_open(fragment)
-            codec, chunks, code = state.settings.push_codec, state.push_chunks, ErrorCode.BAD_CHUNK
-            remedy = "encode pushes as the settings in Welcome say"
-            if header.codec != codec:
-                raise fault("codec of a push", codec, header.codec, remedy, code)
-            if header.chunk >= chunks[fragment]:
-                expected = f"0 to {chunks[fragment] - 1}"
-                raise fault("chunk of a push", expected, str(header.chunk), remedy, code)
-            waiting = self._place(member, fragment, push_id, now)
+            self._check_open(header.fragment)
+            self._check_coding(header)
+            waiting = self._place(member, header.fragment, header.push_id, now)
         except RemoteProtocolError as error:
-            self.refuse(member, fragment, push_id, error)
+            self.refuse(member, header.fragment, header.push_id, error)
             return False
         if waiting is None or not waiting.transfer.add(header.chunk, now):
             return False
@@ -94,79 +97,137 @@ class Pushes:
     def failed(self, header: msg.Header, error: NarrowsError) -> None:
         """A wanted chunk does not decode, or is not finite: the push is refused."""
         member = self.state.members.of(header.incarnation)
-        if member and header.push_id > member.refused.get(header.fragment, 0):
+        if member is not None and header.push_id > member.refused[header.fragment]:
             self.refuse(member, header.fragment, header.push_id, error)
 
     def _check_open(self, fragment: int) -> None:
         """Raises RemoteProtocolError if no push of a fragment can be taken now."""
-        state, count = self.state, self.state.settings.fragments
-        if not state.is_open:
-            got, remedy = "a run that has not begun", "wait for a Welcome with role adopt"
-            raise fault("a push before version 0", "one after it", got, remedy)
-        if state.phase is msg.Phase.ENDED:
-            got, remedy = f"one of fragment {fragment}", "adopt the final model and leave"
-            raise fault("a push after the last round", "none", got, remedy)
-        if fragment >= count:
-            remedy = "cut the model into the fragments that Welcome tells"
-            raise fault("fragment of a push", f"0 to {count - 1}", str(fragment), remedy)
+        if not self.state.is_open:
+            raise fault(
+                "a push before version 0",
+                "one after it",
+                "a run that has not begun",
+                "wait for a Welcome with role adopt",
+            )
+        if self.state.phase is msg.Phase.ENDED:
+            raise fault(
+                "a push after the last round",
+                "none",
+                f"one of fragment {fragment}",
+                "adopt the final model and leave",
+            )
+        if fragment >= len(self.state.rounds):
+            raise fault(
+                "fragment of a push",
+                f"0 to {len(self.state.rounds) - 1}",
+                str(fragment),
+                "cut the model into the fragments that Welcome tells",
+            )
+
+    def _check_coding(self, header: msg.Header) -> None:
+        """Raises RemoteProtocolError for a chunk that is not cut or coded as Welcome told."""
+        codec = self.state.settings.push_codec
+        chunks = self.state.push_chunks[header.fragment]
+        if header.codec != codec or header.chunk >= chunks:
+            raise fault(
+                "chunk of a push",
+                f"chunk 0 to {chunks - 1} with codec {codec}",
+                f"chunk {header.chunk} with codec {header.codec}",
+                "encode pushes as the settings in Welcome say",
+                ErrorCode.BAD_CHUNK,
+            )
 
     # The inbox.
 
-    def _place(self, member: Member, fragment: int, push_id: int, now: float) -> Waiting | None:
-        """The place of a push in the inbox, made if need be; None if it counts already or another
-        one has displaced it. Raises RemoteProtocolError if it cannot be taken."""
-        round_, who = self.state.rounds[fragment], member.incarnation
-        waiting = round_.inbox.get(who)
-        if waiting is not None and push_id <= waiting.push_id:
-            return waiting if push_id == waiting.push_id else None
-        # A learner that has dialled again sends what waits once more. If it is merged, or taken by
-        # the running round, that needs no refusal: the publication tells whose pushes it holds.
-        newest = round_.merged.get(who, 0)
-        if push_id <= max([newest, *(each.push_id for each in round_.taken if each[1] == who)]):
+    def _place(self, member: Member, fragment: int, push_id: int, now: float) -> WaitingPush | None:
+        """The place of a push in the inbox, made if need be. None: it counts already, or a newer
+        push has displaced it. Raises RemoteProtocolError if it cannot be taken."""
+        round_ = self.state.rounds[fragment]
+        waiting = round_.inbox.get(member.incarnation)
+        if waiting is not None and push_id == waiting.push_id:
+            return waiting
+        if waiting is not None and push_id < waiting.push_id:
             return None
-        if not newest and push_id <= self.state.newest_push(who, fragment):
-            # Since then so many others were merged that no STATE can tell it any more.
-            remedy = "adopt the newest version: it holds this push; then push what is new"
-            what = "a push that was merged long ago"
-            raise fault(what, "one that no version holds", str(push_id), remedy)
+        # A learner that has dialled again sends its waiting push once more. If it is merged, or
+        # taken by the running round, that needs no refusal: the publication names its pushes.
+        newest = round_.newest_id(member.incarnation)
+        if push_id <= newest:
+            return None
+        if newest == 0:
+            self._check_not_in_rows(member, fragment, push_id)
         if waiting is not None:
             self._drop(waiting)  # Its tokens are in the new push: the learner took it back.
-        elif sum(each.learner == member.name for each in round_.inbox.values()) >= LIVES_MAX:
-            raise fault(
-                "too many pushes wait for the next round",
-                f"those of {LIVES_MAX} incarnations of {member.name}", "one more",
-                "count its tokens and steps as unpushed, and push them when a round has been "
-                "merged", ErrorCode.OVER_CAPACITY,
-            )  # fmt: skip
-        transfer = Transfer(self.state.push_chunks[fragment], now, unasked=True)
-        round_.inbox[who] = waiting = Waiting(member.name, who, fragment, push_id, transfer)
+        else:
+            self._check_room(member, round_)
+        waiting = WaitingPush(
+            member.name,
+            member.incarnation,
+            fragment,
+            push_id,
+            Transfer(self.state.push_chunks[fragment], now, unasked=True),
+        )
+        round_.inbox[member.incarnation] = waiting
         return waiting
 
-    def _drop(self, waiting: Waiting) -> None:
+    def _check_not_in_rows(self, member: Member, fragment: int, push_id: int) -> None:
+        """Raises RemoteProtocolError for a push that was merged so long ago, and so many others
+        since then, that no STATE can tell its learner."""
+        if push_id <= self.state.newest_push(member.incarnation, fragment):
+            raise fault(
+                "a push that was merged long ago",
+                "one that no version holds",
+                str(push_id),
+                "adopt the newest version: it holds this push; then push what is new",
+            )
+
+    def _check_room(self, member: Member, round_: FragmentRound) -> None:
+        """Raises RemoteProtocolError if too many lives of one learner have a push waiting."""
+        if sum(each.learner == member.name for each in round_.inbox.values()) >= LIVES_MAX:
+            raise fault(
+                "too many pushes wait for the next round",
+                f"those of {LIVES_MAX} incarnations of {member.name}",
+                "one more",
+                "count its tokens and steps as unpushed, and push them when a round has been "
+                "merged",
+                ErrorCode.OVER_CAPACITY,
+            )
+
+    def _drop(self, waiting: WaitingPush) -> None:
         del self.state.rounds[waiting.fragment].inbox[waiting.incarnation]
-        dropped = ev.Drop(waiting.fragment, waiting.incarnation, waiting.push_id)
-        self.state.effects.append(dropped)
+        self.state.effects.append(ev.Drop(waiting.fragment, waiting.incarnation, waiting.push_id))
 
     def disconnect(self, member: Member) -> None:
-        """Its process or its connection is gone, and what it has not pushed completely is dropped:
-        a learner that comes back sends it again."""
+        """Ends a learner's connection, and drops its pushes that are not complete: a learner that
+        comes back sends them again."""
         self.state.members.disconnect(member)
         for round_ in self.state.rounds:
             waiting = round_.inbox.get(member.incarnation)
             if waiting is not None and not waiting.is_here:
                 self._drop(waiting)
 
-    def take(self, fragment: int) -> tuple[ev.PushFacts, ...]:
-        """The contributions that are here, for a round: out of the inbox, in the order of sums."""
-        round_, facts = self.state.rounds[fragment], []
+    def take(self, fragment: int) -> tuple[Contribution, ...]:
+        """Takes the contributions that are here out of the inbox, for a round; in the order of
+        sums."""
+        round_ = self.state.rounds[fragment]
+        taken: list[Contribution] = []
         # A publication that names more than LEARNERS_MAX pushes could be read by nobody.
         for waiting in round_.here()[: msg.LEARNERS_MAX]:
             push = waiting.push
             assert push is not None
             del round_.inbox[waiting.incarnation]
-            who = waiting.learner, waiting.incarnation
-            facts.append(ev.PushFacts(*who, push.push_id, push.base, push.tokens, push.steps))
-        return tuple(sorted(facts))
+            taken.append(
+                Contribution(
+                    learner=waiting.learner,
+                    incarnation=waiting.incarnation,
+                    push_id=push.push_id,
+                    base=push.base,
+                    tokens=push.tokens,
+                    steps=push.steps,
+                    codec=self.state.settings.push_codec,
+                    chunk_elements=self.state.settings.chunk_elements,
+                )
+            )
+        return tuple(sorted(taken, key=lambda each: each.order))
 
     def refuse(self, member: Member, fragment: int, push_id: int, error: NarrowsError) -> None:
         """Refuses a push once: its later chunks are dropped silently."""
@@ -174,7 +235,7 @@ class Pushes:
             waiting = self.state.rounds[fragment].inbox.get(member.incarnation)
             if waiting is not None and waiting.push_id == push_id:
                 self._drop(waiting)
-        member.refused[fragment] = max(push_id, member.refused.get(fragment, 0))
+        member.refused[fragment] = max(push_id, member.refused[fragment])
         if member.is_connected:
             self.state.refuse(member.peer, error, fragment=fragment, push_id=push_id)
 
@@ -185,14 +246,15 @@ class Pushes:
         if now < self.ask_at:
             return
         self.ask_at = now + REPAIR_S  # A learner that was silent may be heard again.
-        window = self.state.settings.window_messages
         for round_ in self.state.rounds:
-            for waiting in filter(lambda each: each.is_coming, round_.inbox.values()):
+            for waiting in round_.inbox.values():
                 member = self.state.members.of(waiting.incarnation)
-                if member is None or not member.is_heard(now):
+                if member is None or not waiting.is_coming or not member.is_heard(now):
                     continue
-                if chunks := waiting.transfer.ask(now, member.heard_at, window):
-                    kind, push_id = msg.DataKind.PUSH, waiting.push_id
-                    fetch = msg.Fetch(kind, waiting.fragment, 0, push_id, chunks)
-                    self.state.send(member, fetch)
+                window = self.state.settings.window_messages
+                if missing := waiting.transfer.ask(now, member.heard_at, window):
+                    self.state.send(
+                        member,
+                        msg.Fetch(msg.DataKind.PUSH, waiting.fragment, 0, waiting.push_id, missing),
+                    )
                 self.ask_at = min(self.ask_at, waiting.transfer.deadline(now))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from itertools import pairwise
 from typing import Final
 
 from narrows.broker.config import BrokerConfig
+from narrows.broker.records import Contribution, Recovered
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import Member, Members
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError, printable
 from narrows.proto.flow.transfer import Transfer
 from narrows.proto.layout import build_table, fingerprint
+from narrows.proto.wire import name_of
 
 IN_FLIGHT_MAX: Final = 2
 """Fragments out of IDLE at a time: one is collected while another one is merged."""
@@ -33,9 +36,9 @@ class Stage(Enum):
     IDLE = "idle"
     """Its newest version is published."""
     COLLECTING = "collecting"
-    """Learners are asked; what waited in the inbox counts already."""
+    """Learners are asked; pushes that waited in the inbox count already."""
     MERGING = "merging"
-    """A worker adds. What comes now waits for the next round."""
+    """A worker adds. A push that comes now waits for the next round."""
     COMMITTING = "committing"
     """The next version is on its way to the disk; nobody may know it."""
 
@@ -46,7 +49,7 @@ class Step(Enum):
     LAUNCH = (Stage.IDLE, Stage.COLLECTING)
     DUE = (Stage.COLLECTING, Stage.MERGING)
     ABANDON = (Stage.COLLECTING, Stage.IDLE)
-    """Nobody is left who could push."""
+    """No learner is left that could push."""
     MERGED = (Stage.MERGING, Stage.COMMITTING)
     FAILED = (Stage.MERGING, Stage.IDLE)
     DURABLE = (Stage.COMMITTING, Stage.IDLE)
@@ -54,8 +57,8 @@ class Step(Enum):
 
 @dataclass
 class Clock:
-    """Counts the tokens of merged pushes, and has no state by name: nothing that it counted can
-    leave with a learner."""
+    """Counts the tokens of merged pushes. It keeps nothing by name, so nothing that it has counted
+    can leave with a learner."""
 
     fragments: int
     tokens: int = 0
@@ -77,16 +80,18 @@ class Clock:
     def tokens_per_s(self, now: float) -> float:
         """Tokens per second over the newest merges; 0 after a pause."""
         times = [at for at, _ in self._samples]
-        span_s = times[-1] - times[0] if times else 0.0
+        span_s = max(times, default=now) - min(times, default=now)
         if span_s <= 0 or now > times[-1] + QUIET_S + 2 * span_s / (len(times) - 1):
             return 0.0
-        counted = sum(tokens for _, tokens in self._samples) - self._samples[0][1]
-        return counted / self.fragments / span_s
+        # The tokens of the first merge were learned before the span begins.
+        counted = [tokens for _, tokens in self._samples][1:]
+        return sum(counted) / self.fragments / span_s
 
 
 @dataclass(eq=False)
-class Waiting:
-    """A push that is here or on its way; at most one per incarnation and fragment."""
+class WaitingPush:
+    """A push that is here or on its way; at most one per incarnation and fragment. Its payloads are
+    the pipeline's."""
 
     learner: str
     incarnation: str
@@ -114,41 +119,42 @@ class Waiting:
 class FragmentRound:
     """The round of one fragment, and the pushes that wait for it or for the next one."""
 
-    merged: dict[str, int]
-    """Incarnation -> newest merged push id; who was merged last stands last."""
+    merged: dict[str, int] = field(default_factory=dict[str, int])
+    """Incarnation -> newest merged push id, the newest merge last."""
     stage: Stage = Stage.IDLE
     launched_at: float = 0.0
     quorum_at: float | None = None
     due_at: float = 0.0
-    inbox: dict[str, Waiting] = field(default_factory=dict[str, Waiting])
+    inbox: dict[str, WaitingPush] = field(default_factory=dict[str, WaitingPush])
     """By incarnation."""
-    taken: tuple[ev.PushFacts, ...] = ()
-    """Pushes that the round on its way holds."""
+    taken: tuple[Contribution, ...] = ()
+    """Pushes that the round on its way holds, without chunks."""
     disk_error: str = ""
     """Why the commit is being tried again."""
 
-    def here(self) -> list[Waiting]:
+    def here(self) -> list[WaitingPush]:
         return [waiting for waiting in self.inbox.values() if waiting.is_here]
+
+    def newest_id(self, incarnation: str) -> int:
+        """Newest push id of an incarnation that is merged or taken; 0: there is none."""
+        taken = {push.incarnation: push.push_id for push in self.taken}
+        return max(self.merged.get(incarnation, 0), taken.get(incarnation, 0))
 
 
 @dataclass(eq=False)
 class State:
-    """All that more than one module reads. Heads, clock and merged ids change in `Rounds.durable`
-    only."""
+    """All that more than one module reads, and the effects that more than one module makes. Heads,
+    clock and merged ids change in `Rounds.durable` only."""
 
     config: BrokerConfig
     epoch: str
-    run_id: str
     started_at: float
-    resumed: ev.Resumed | None
-    """The facts that the run goes on from; learners of an earlier life may come back."""
+    recovered: InitVar[Recovered]
+    """The facts that the run goes on from. They hold whole arrays, so no field keeps them."""
     published_digest: Callable[[int, int], int | None]
     """Asks the store: (fragment, version) -> digest of the durable row; None: there is none."""
     newest_push: Callable[[str, int], int]
     """Asks the store: (incarnation, fragment) -> newest push id in the rows; 0: there is none."""
-    phase: msg.Phase = msg.Phase.SEEDING
-    """SEEDING until version 0 is durable and enough learners have joined. It takes its phases in
-    order, and never goes back."""
     closing: bool = False
     """In phase ENDING: the last rounds are over, but that is not on the disk yet. A broker that is
     started again now would open them anew, so no learner may leave."""
@@ -158,45 +164,52 @@ class State:
     strangers: dict[str, tuple[str, float]] = field(default_factory=dict[str, tuple[str, float]])
     """Name -> words about it, and the time of its newest Hello: learners of another run."""
     effects: list[ev.Effect] = field(default_factory=list[ev.Effect])
-    heads: list[int] = field(default_factory=list[int])
-    """Newest durable version per fragment; empty before version 0."""
-    xi_s: float = 0.0
-    """Mean seconds per inner step; 0: not known yet."""
     beat_at: float = float("-inf")
     """When everybody was sent a Beat last; minus infinity: it is to be at the end of this event."""
     beat_wanted: bool = False
     """A round opens or closes: a Beat goes to `Members.told_at_once` at the end of this event."""
-    _head_digests: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
-    """Fragment -> (version, digest) of a head, so that the store is asked once for each."""
+    _digests: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    """(fragment, version) -> digest of a head, so that the store is asked once for each."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, recovered: Recovered) -> None:
         self.settings = self.config.shared
         port = int(self.config.broker.listen.rpartition(":")[2])
         self.ports = (port + 1, port + 2)
         """Uplink and downlink; the process sets them when they are bound."""
-        self.rounds = [FragmentRound({}) for _ in range(self.settings.fragments)]
-        self.clock = Clock(self.settings.fragments)
-        self.set_layout(self.resumed.layout if self.resumed else None)
-        if (resumed := self.resumed) is not None:
-            self.phase, self.heads = resumed.phase, list(resumed.heads)
-            self.clock.tokens = resumed.clock
-            self.xi_s = resumed.period_s / self.settings.sync_period_steps
-            for (incarnation, fragment), push_id in resumed.merged.items():
-                self.rounds[fragment].merged[incarnation] = push_id
+        self.run_id = recovered.run_id
+        self.phase = recovered.phase
+        """SEEDING until version 0 is durable and enough learners have joined. It takes its phases
+        in order, and never goes back."""
+        self.heads = list(recovered.heads)
+        """Newest durable version per fragment; empty before version 0."""
+        self.xi_s = recovered.period_s / self.settings.sync_period_steps
+        """Mean seconds per inner step; 0: not known yet."""
+        self.clock = Clock(self.settings.fragments, recovered.clock)
+        self.rounds = [FragmentRound() for _ in range(self.settings.fragments)]
+        for (incarnation, fragment), push_id in recovered.merged.items():
+            self.rounds[fragment].merged[incarnation] = push_id
+        self.taught = frozenset(name_of(incarnation) for incarnation, _ in recovered.merged)
+        """Names whose pushes an earlier life of the broker has merged: they may come back."""
+        self.tokens_before = recovered.merged_tokens
+        """Incarnation -> tokens of the pushes that an earlier life has merged."""
+        self.set_layout(recovered.layout)
 
     def set_layout(self, layout: msg.Layout | None) -> None:
         """Takes the run's layout, or forgets it. Raises ConfigError for too many fragments."""
         settings = self.settings
         table = build_table(layout.entries, settings.fragments) if layout else ()
-        self.layout, self.fingerprint = layout, fingerprint(layout) if layout else ""
+        self.layout = layout
+        self.fingerprint = fingerprint(layout) if layout else ""
         self.push_chunks = [each.chunk_count(settings.chunk_elements) for each in table]
         """Chunks of a push or a publication, per fragment."""
         self.state_chunks = [each.chunk_count(settings.state_chunk_elements) for each in table]
         """Chunks of a STATE or of version 0, per fragment."""
 
     def turn(self, phase: msg.Phase) -> None:
+        """Goes on to the next phase, and has everybody told."""
         assert (self.phase, phase) in pairwise(msg.Phase), f"{phase.name} after {self.phase.name}"
-        self.phase, self.beat_at = phase, float("-inf")
+        self.phase = phase
+        self.beat_at = float("-inf")
 
     @property
     def is_open(self) -> bool:
@@ -212,21 +225,25 @@ class State:
         return sum(each.stage is not Stage.IDLE for each in self.rounds)
 
     def collecting(self) -> list[int]:
-        return [f for f, each in enumerate(self.rounds) if each.stage is Stage.COLLECTING]
+        return [
+            fragment
+            for fragment, round_ in enumerate(self.rounds)
+            if round_.stage is Stage.COLLECTING
+        ]
 
     def absent(self, fragment: int, now: float) -> list[Member]:
-        """Learners that a round of everybody waits for: who is awaited and has no push here.
+        """Learners that a round of everybody waits for: they train and have no push here.
 
-        The first round of a fragment also waits for those who still take version 0, or it would go
-        without a learner that the run has begun with.
+        The first round of a fragment also waits for those who still fetch version 0: else it would
+        be merged without a learner that the run has begun with.
         """
+        is_first = self.config.merge.quorum == 0 and self.heads[fragment] == 0
+        unpaused = [each for each in self.members.heard(now) if each.told.paused is None]
+        able = [each for each in unpaused if each.is_ready or is_first]
         here = {waiting.incarnation for waiting in self.rounds[fragment].here()}
-        begins = self.config.merge.quorum == 0 and self.heads[fragment] == 0
-        trains = [each for each in self.members.heard(now) if each.told.paused is None]
-        able = [each for each in trains if each.is_ready or begins]
         return [each for each in able if each.incarnation not in here]
 
-    # Effects.
+    # Effects that more than one module makes.
 
     def send(self, member: Member, message: msg.ControlMessage) -> None:
         if member.is_connected:
@@ -249,45 +266,64 @@ class State:
 
         `name` is that of a learner that is no member yet.
         """
-        if not name and (member := self.members.by_peer.get(peer)):
+        member = self.members.by_peer.get(peer)
+        if member is not None and not name:
             name = member.name
-        told = (error.message, error.expected, error.got, error.remedy)
-        message, expected, got, remedy = (text[: msg.TEXT_CHARACTERS_MAX] for text in told)
-        code = error.code.value
-        refusal = msg.Refuse(code, message, expected, got, remedy, fragment, push_id, layout)
+        refusal = msg.Refuse(
+            code=error.code.value,
+            message=error.message[: msg.TEXT_CHARACTERS_MAX],
+            expected=error.expected[: msg.TEXT_CHARACTERS_MAX],
+            got=error.got[: msg.TEXT_CHARACTERS_MAX],
+            remedy=error.remedy[: msg.TEXT_CHARACTERS_MAX],
+            fragment=fragment,
+            push_id=push_id,
+            layout=layout,
+        )
         self.effects.append(ev.Send(peer, refusal))
-        what = f"push {push_id} of fragment {fragment} from " if push_id else ""
-        text = f"{what}{name or 'a peer'}: {printable(str(error))}"
-        # A learner of another run says Hello on, each second: `Joining` names it once.
+        # A learner of another run says Hello each second: `Joining` names it once.
         if error.code is not ErrorCode.WRONG_RUN:
-            self.note("refused", text, warning=True, learner=name, code=code)
+            what = f"push {push_id} of fragment {fragment} from " if push_id else ""
+            text = f"{what}{name or 'a peer'}: {printable(str(error))}"
+            self.note("refused", text, warning=True, learner=name, code=refusal.code)
 
     def beat(self, member: Member, now: float, digests: tuple[int, ...] = ()) -> msg.Beat:
-        """`digests` are those of the heads, or none in this Beat."""
-        heads, clock = tuple(self.heads) if self.is_open else (), self.clock
+        """A Beat for one learner. `digests` are those of the heads, or none in this Beat."""
         # A learner takes the final model and leaves at the first Beat or Welcome of this phase.
-        digests = self.head_digests() if self.phase is msg.Phase.ENDED else digests
+        if self.phase is msg.Phase.ENDED:
+            digests = self.head_digests()
         return msg.Beat(
-            self.epoch, self.phase, heads, tuple(self.collecting()), self.period_s,
-            clock.run_tokens, clock.tokens_per_s(now), member.up_bits_per_s, digests,
-        )  # fmt: skip
+            epoch=self.epoch,
+            phase=self.phase,
+            heads=tuple(self.heads) if self.is_open else (),
+            collecting=tuple(self.collecting()),
+            period_s=self.period_s,
+            run_tokens=self.clock.run_tokens,
+            tokens_per_s=self.clock.tokens_per_s(now),
+            up_bits_per_s=member.up_bits_per_s,
+            digests=digests,
+        )
 
     def head_digests(self) -> tuple[int, ...]:
         """Digests of the published copies of the heads; empty before version 0 is handed out."""
         if not self.is_open:
             return ()
+        digests = {}
         for fragment, head in enumerate(self.heads):
-            version, _ = self._head_digests.get(fragment, (-1, 0))
-            if version != head:
+            digest = self._digests.get((fragment, head))
+            if digest is None:
                 digest = self.published_digest(fragment, head)
                 assert digest is not None, "a head is durable"
-                self._head_digests[fragment] = (head, digest)
-        return tuple(self._head_digests[fragment][1] for fragment in range(len(self.heads)))
+            digests[fragment, head] = digest
+        self._digests = digests
+        return tuple(digests.values())
 
     def share_uplink(self, now: float, newcomer: Member | None = None) -> None:
-        """Sets the rates of all learners and tells them; the newcomer's stands in its Welcome."""
-        wan = self.config.wan
-        for member in self.members.share(float(wan.up), float(wan.total_up), self.period_s, now):
+        """Sets the rates of all learners, and tells each one its new rate; the newcomer's stands in
+        its Welcome."""
+        # In the settings 0 means no limit.
+        own = float(self.config.wan.up) or math.inf
+        total = float(self.config.wan.total_up) or math.inf
+        for member in self.members.share(own, total, self.period_s, now):
             if member is not newcomer:
                 self.send(member, self.beat(member, now))
 

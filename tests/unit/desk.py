@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from msgspec import structs
 
 from narrows.broker import config as cfg
+from narrows.broker.records import Recovered
 from narrows.broker.syncer import Syncer
 from narrows.broker.syncer import events as ev
 from narrows.proto import messages as msg
@@ -20,6 +22,12 @@ CHUNKS = 4
 LAYOUT = msg.Layout(
     0, tuple(msg.LayoutEntry(f"w{i}", (CHUNKS, 1 << 18), "float32", "rda") for i in range(4))
 )
+
+NOTHING = Recovered(
+    run_id=RUN, phase=msg.Phase.SEEDING, clock=0, fragments=0, layout=None,
+    life=7, heads=(), period_s=0.0, merged={}, merged_tokens={},
+)  # fmt: skip
+"""The facts that a start on an empty state directory finds."""
 
 T = TypeVar("T")
 
@@ -44,17 +52,17 @@ class Desk:
         self,
         config: cfg.BrokerConfig | None = None,
         *,
-        resumed: ev.Resumed | None = None,
+        recovered: Recovered = NOTHING,
         published_digest: Callable[[int, int], int | None] = lambda fragment, version: 99,
         newest_push: Callable[[str, int], int] = lambda incarnation, fragment: 0,
     ) -> None:
         self.now = 100.0
         self.syncer = Syncer(
-            config or configure(), EPOCH, RUN, self.now, resumed=resumed,
+            config or configure(), EPOCH, recovered, self.now,
             published_digest=published_digest, newest_push=newest_push,
         )  # fmt: skip
         self.lives: dict[str, int] = {}
-        self.heads = list(resumed.heads) if resumed else []
+        self.heads = list(recovered.heads)
         self.steps: dict[str, float] = {}
         """Inner steps by name, as `pass_` reports them."""
         self.log: list[ev.Effect] = []
@@ -72,12 +80,8 @@ class Desk:
                 match effect:
                     case ev.Publish(fragment, version):
                         self.heads[fragment] = version
-                    case ev.Merge() if self.commits:
-                        self.syncer.merged(effect.fragment, self.now)
-                    case ev.Commit(fragment) if self.commits:
-                        self.syncer.durable(fragment, self.now)
-                    case ev.CommitEnd() if self.commits:
-                        self.syncer.ended(self.now)
+                    case ev.MergeRound() | ev.Commit() | ev.CommitEnd() if self.commits:
+                        self.syncer.done(effect, self.now)
         self.syncer.check()
 
     def do(self, event: Callable[..., Any], *arguments: Any) -> list[ev.Effect]:
@@ -104,9 +108,10 @@ class Desk:
 
     def merges(self) -> list[tuple[int, list[str], str]]:
         """Fragment, learners and reason of the merges so far, and forgets everything so far."""
+        rounds = [each.round_ for each in self.take(ev.MergeRound)]
         return [
-            (each.fragment, [push.learner for push in each.pushes], each.reason)
-            for each in self.take(ev.Merge)
+            (each.fragment, [push.learner for push in each.contributions], each.reason)
+            for each in rounds
         ]
 
     # Time.
@@ -169,7 +174,7 @@ class Desk:
 
     def chunk(self, name: str, fragment: int, push_id: int, chunk: int) -> bool:
         """A chunk of a push comes; True if it was wanted."""
-        self.do(self.syncer.push_chunk, self.header(name, fragment, push_id, chunk))
+        self.do(self.syncer.wants, self.header(name, fragment, push_id, chunk))
         return bool(self.last)
 
     def checked(self, name: str, fragment: int, push_id: int, chunk: int) -> None:
@@ -191,7 +196,7 @@ class Desk:
     def seed_chunk(self, name: str, fragment: int, chunk: int) -> bool:
         """A chunk of version 0 comes; True if it was wanted."""
         header = self.header(name, fragment, 0, chunk)
-        self.do(self.syncer.seed_chunk, structs.replace(header, kind=msg.DataKind.SEED))
+        self.do(self.syncer.wants, structs.replace(header, kind=msg.DataKind.SEED))
         return bool(self.last)
 
     def seed(self, name: str) -> None:
@@ -201,7 +206,7 @@ class Desk:
             for chunk in range(CHUNKS):
                 self.seed_chunk(name, fragment, chunk)
         self.heads = [0] * 4
-        self.do(self.syncer.seeded)
+        self.do(self.syncer.done, ev.Seed(LAYOUT))
 
     @property
     def status(self) -> dict[str, Any]:
@@ -228,7 +233,15 @@ def running(
     return made
 
 
-def resumed(**fields: Any) -> ev.Resumed:
-    """The state that a start finds: four fragments at version 5."""
-    state = ev.Resumed(LAYOUT, (5, 5, 5, 5), 4000, {}, 1.0, msg.Phase.RUNNING, {})
-    return state._replace(**fields)
+def resumed(**fields: Any) -> Recovered:
+    """The facts that a start on four fragments at version 5 finds."""
+    found = replace(
+        NOTHING,
+        phase=msg.Phase.RUNNING,
+        clock=4000,
+        fragments=4,
+        layout=LAYOUT,
+        heads=(5, 5, 5, 5),
+        period_s=1.0,
+    )
+    return replace(found, **fields)

@@ -11,7 +11,7 @@ import zmq
 from run_cases import admitted, broker, tiny, train
 
 from narrows.bench.kit.processes import Processes, wait_until
-from narrows.broker.cli.relay import REDIAL_S, _Upstream
+from narrows.broker.cli.relay import _Upstream
 from narrows.learner import Learner
 from narrows.proto.config import parse_address
 from narrows.proto.keys import (
@@ -21,6 +21,7 @@ from narrows.proto.keys import (
     write_site_key,
 )
 from narrows.proto.sockets import Dial, Kind, make_socket
+from narrows.proto.timing import REDIAL_S
 
 
 @pytest.mark.real

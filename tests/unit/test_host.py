@@ -10,6 +10,7 @@ import os
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -19,7 +20,8 @@ from safetensors.numpy import save_file
 
 from narrows.bench.kit.processes import WAIT_S
 from narrows.broker.config import load_broker
-from narrows.broker.process import downlink, pipeline
+from narrows.broker.merging import Model
+from narrows.broker.process import downlink, host, pipeline
 from narrows.broker.process.downlink import SPARE_CONNECTIONS, Connection
 from narrows.broker.process.service import (
     KINDS_MAX,
@@ -28,8 +30,6 @@ from narrows.broker.process.service import (
     LimitRepeats,
     Service,
 )
-from narrows.broker.store import Recovered
-from narrows.broker.syncer import events as ev
 from narrows.proto import messages as msg
 from narrows.proto.codec import decode_chunk, encode_values
 from narrows.proto.codec.payload import float_payload
@@ -125,8 +125,8 @@ def test_snapshots_go_on_after_a_full_disk_but_not_at_each_version(
         assert full.call_count == 2
     house.wait(pipeline.SNAPSHOT_AGAIN_S, a)
     one_round(house, a)
-    newest = "SELECT max(version) FROM snapshots"
-    assert house.store.query(newest) == [(house.heads[0],)]
+    ((newest,),) = house.store.query("SELECT max(version) FROM snapshots")
+    assert newest == house.heads[0]
 
 
 def test_what_was_decoded_of_a_push_that_is_dropped_does_not_count_for_the_next(
@@ -401,20 +401,19 @@ def test_what_no_socket_takes_is_not_charged(house: House) -> None:
 def test_a_start_that_takes_long_shortens_no_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Holds `Pipeline.resume`."""
+    """Holds `replay`, at a start of `Host`."""
     house = House(tmp_path / "state", {"run.goal_tokens": "100"})
     (a,) = begun(house, "site-a")
     one_round(house, a)
     a.say(msg.Report(1, 100, 1.0, (a.version,), finished=(0,)))
     house.wait(1.0)
     house.kill()
-    resume = pipeline.Pipeline.resume
 
-    def slow(self: pipeline.Pipeline, recovered: Recovered) -> ev.Resumed | None:
+    def slow(*arguments: Any) -> Model | None:
         house.now += 60.0
-        return resume(self, recovered)
+        return pipeline.replay(*arguments)
 
-    monkeypatch.setattr(pipeline.Pipeline, "resume", slow)
+    monkeypatch.setattr(host, "replay", slow)
     house.start()
     house.wait(5.0)
     assert house.host.finished is None, "site-a has taught the run: 30 s are for it"

@@ -27,6 +27,7 @@ from narrows.learner import (
     Refused,
     Unfinished,
 )
+from narrows.learner import exchange as exchange_module
 from narrows.learner import link as link_module
 from narrows.proto.keys import AllowList, SiteKey, create_broker_key, new_pair, write_site_key
 from narrows.proto.messages import RunSettings
@@ -104,7 +105,7 @@ def test_who_joins_says_so_and_what_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "narrows.learner")
-    monkeypatch.setattr(link_module, "HEARD_S", 0.0)
+    monkeypatch.setattr(exchange_module, "HEARD_S", 0.0)
 
     def told(level: str) -> str:
         own = [each for each in caplog.records if each.name == "narrows.learner"]
@@ -135,7 +136,7 @@ def test_who_joins_says_so_and_what_it_waits_for(
 def test_a_learner_whose_name_is_in_use_is_not_told_that_nobody_answers(
     run: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(link_module, "HEARD_S", 0.3)
+    monkeypatch.setattr(exchange_module, "HEARD_S", 0.3)
     with Loop(run.address, "twin").learner:
         with pytest.raises(Refused, match="another process is twin"):
             Loop(run.address, "twin", join_timeout_s=2.0).train()
@@ -148,7 +149,7 @@ def test_a_blocked_data_port_is_named(
     run: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "narrows.learner")
-    monkeypatch.setattr(link_module, "HEARD_S", 0.0)
+    monkeypatch.setattr(exchange_module, "HEARD_S", 0.0)
     closed, syncer = closed_port(), run.service.host.syncer
     uplink, downlink = syncer.state.ports
     syncer.state.ports = uplink, closed
@@ -186,8 +187,8 @@ def test_a_data_port_that_is_closed_in_the_run_is_told_once_and_when_it_is_over(
 
     def welcomed() -> None:
         """Has the broker tell its ports anew."""
-        with loop.learner._link._lock:
-            loop.learner._link._host.lost(time.monotonic())
+        with loop.learner._exchange.link.lock:
+            loop.learner._exchange.link.host.lost(time.monotonic())
 
     state.ports = closed, downlink
     loop = Loop(run.address, "cut")
@@ -211,7 +212,7 @@ def test_a_data_port_that_is_closed_in_the_run_is_told_once_and_when_it_is_over(
 def test_who_cannot_reach_the_broker_is_told_why_at_once_and_at_the_end(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(link_module, "HEARD_S", math.inf)  # What is not certain is told never.
+    monkeypatch.setattr(exchange_module, "HEARD_S", math.inf)  # What is not certain is told never.
     with ExitStack() as stack:
         if what == "no such host":
             address, words = "tcp://no..host:7070", "the host name no..host does not resolve"
@@ -306,7 +307,7 @@ def test_the_loader_is_asked_for_nothing_once_the_run_ends(
 
 def test_progress_does_not_fall_with_a_larger_goal() -> None:
     learner = Loop("tcp://127.0.0.1:1", "a").learner
-    with learner._link.session() as (session, _):
+    with learner._exchange.session() as (session, _):
         session.settings = RunSettings(goal_tokens=1000)
         session.beat = replace(session.beat, run_tokens=600)
         assert learner.progress == 0.6
@@ -319,7 +320,7 @@ def test_progress_does_not_fall_with_a_larger_goal() -> None:
 def test_the_loop_says_what_it_forgot(
     run: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(link_module, "uncached_advice", lambda: "set NUMBA_CACHE_DIR")
+    monkeypatch.setattr(exchange_module, "uncached_advice", lambda: "set NUMBA_CACHE_DIR")
     loop = Loop(run.address, "misuse")
     with pytest.raises(LocalProtocolError, match=r"learner\.log\(tokens="), loop.learner:
         loop.optimizer.step()
@@ -372,7 +373,7 @@ def test_a_loop_that_breaks_leaves_at_once(run: Broker) -> None:
         1 / 0  # noqa: B018
     leaves = "broken leaves: the loop was broken off"
     wait_until(lambda: any(leaves in note["text"] for note in run.events("note")), leaves)
-    assert not loop.learner._link._thread.is_alive()
+    assert not loop.learner._exchange.link._thread.is_alive()
 
 
 def test_a_run_that_ends_without_a_learner_leaves_it_unfinished(tmp_path: Path) -> None:

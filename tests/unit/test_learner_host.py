@@ -15,9 +15,10 @@ import pytest
 from msgspec.structs import replace
 
 from narrows.bench.sim.checkers import Wrong
-from narrows.bench.sim.run import ENTRIES, LAYOUT, TOKENS, Plan, Run, Walk
+from narrows.bench.sim.run import ENTRIES, LAYOUT, TOKENS, Plan, Run, Site, Walk
 from narrows.broker.config import load_broker
-from narrows.learner.effects import Adopt, Note
+from narrows.learner.boundary import Boundary
+from narrows.learner.effects import Adopt, Move, Note, Send, TakeSnapshot, Task
 from narrows.learner.fragment import Pushed
 from narrows.learner.host import LearnerHost
 from narrows.proto import messages as msg
@@ -47,6 +48,16 @@ class Interrupt(BaseException):
     """As a signal's handler raises it, or a machine that is short of memory."""
 
 
+OWNERS: dict[str, Callable[[Site], Any]] = {
+    "wires": lambda site: site,
+    "pool": lambda site: site.pool,
+    "boundary": lambda site: site.boundary,
+    "island": lambda site: site.host.island,
+    "session": lambda site: site.host.session,
+    "fragment": lambda site: site.host.session.parts[0],
+}
+"""Parts of a learner out of whose calls an exception may come."""
+
 UNMOVED = "run", "control", "tick"
 """Calls in which no parameters move."""
 
@@ -59,24 +70,24 @@ class Still(Walk):
 
 
 class Uplink:
-    """The wires of one learner, which may be full, and whose messages are checked."""
+    """The data wire of one learner, which may be full, and whose messages are checked."""
 
-    def __init__(self, host: LearnerHost) -> None:
-        self.host, self._wires, self.is_full = host, host._wires, False
-        host._wires = self
-
-    def control(self, peer: str, frames: list[bytes]) -> bool:
-        return self._wires.control(peer, frames)
+    def __init__(self, site: Site) -> None:
+        self.is_full = False
+        self._site = site
+        self._send = site.data
+        site.data = self.data  # type: ignore[method-assign]
 
     def data(self, topic: str, header: bytes, payload: bytes) -> bool:
         if self.is_full:
             return False
-        told, session = decode_header(header), self.host.session
+        told = decode_header(header)
+        session = self._site.host.session
         assert told.epoch == session.epoch, "it was queued for another life of the broker"
-        is_over = told.push_id != session.parts[told.fragment].push_id
-        assert told.kind is not DataKind.PUSH or not is_over, "a push that is over travels on"
-        assert len(self.host._pushed) <= len(session.parts), "pushes that are over are kept"
-        return self._wires.data(topic, header, payload)
+        # A chunk of version 0 is of no push, and has the id 0.
+        assert told.push_id in (0, session.parts[told.fragment].push_id), "a push that is over"
+        assert len(self._site.host.pushes) <= len(session.parts), "pushes that are over are kept"
+        return self._send(topic, header, payload)
 
 
 class Stage:
@@ -85,10 +96,10 @@ class Stage:
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.notes: list[Note] = []
-        self.uplinks: list[Uplink] = []
         self.interrupts = 0
         self._is_between = False
         self.run = Run(plan, folder / "state", self._watch)
+        self.uplinks = [Uplink(site) for site in self.run.sites]
 
     @property
     def host(self) -> LearnerHost:
@@ -100,15 +111,12 @@ class Stage:
         return list(self.run.host.syncer.state.heads)
 
     def _watch(self, part: object) -> None:
-        if not isinstance(part, LearnerHost):
-            return
-        part.noted = self.notes.append
-        self.uplinks.append(Uplink(part))
-        source: Any = part._island._source
-        for name in ("join", "boundary"):
-            setattr(part, name, partial(self._between, getattr(part, name)))
-        for name in ("read", "write"):
-            setattr(source, name, partial(self._touch, getattr(source, name)))
+        if isinstance(part, LearnerHost):
+            part.noted = self.notes.append
+            for name in ("read", "snapshot", "adopt", "overwrite"):
+                setattr(part.island, name, partial(self._touch, getattr(part.island, name)))
+        elif isinstance(part, Boundary):
+            part.perform = partial(self._between, part.perform)  # type: ignore[method-assign]
 
     def _between(self, call: Callable[..., Any], *given: Any) -> Any:
         self._is_between = True
@@ -131,8 +139,7 @@ class Stage:
             if name not in UNMOVED:
                 real(*given, **named)
                 for piece in self._moved(given):
-                    source: Any = self.host._island._source
-                    source.view(piece)[::2] += 1.0
+                    self.run.sites[0].trainee.source.view(piece)[::2] += 1.0
             raise Interrupt
 
         setattr(owner, name, broken)
@@ -147,9 +154,9 @@ class Stage:
                 fragments = [fragments[effect.fragment]]
         return [piece for fragment in fragments for piece in fragment.pieces]
 
-    def _touch(self, call: Callable[..., Any], *given: Any) -> None:
+    def _touch(self, call: Callable[..., Any], *given: Any) -> Any:
         assert self._is_between, "the parameters are touched in the middle of a step"
-        call(*given)
+        return call(*given)
 
     @property
     def noted(self) -> list[str]:
@@ -191,16 +198,25 @@ def test_what_is_damaged_is_noted_and_asked_for_again(
 
 def test_a_damaged_copy_is_replaced_though_the_broker_serves_older_ones(tmp_path: Path) -> None:
     stage = Stage(Calm(), tmp_path)
+    states, real = set[int](), stage.run.data
+
+    def data(topic: str, header: bytes, payload: bytes, lossy: bool = False) -> bool:
+        told = decode_header(header)
+        if told.kind is DataKind.STATE and told.fragment == 0:
+            states.add(told.version)
+        return real(topic, header, payload, lossy)
+
+    stage.run.data = data  # type: ignore[method-assign]
     stage.run.until(2.5)
     assert stage.run.host is not None
-    downlink, served = stage.run.host.downlink, stage.heads[0]
+    served = stage.heads[0]
     fetch = msg.Fetch(DataKind.STATE, 0, served, 0, ((0, 1),))
-    downlink.serve(stage.host.session.incarnation, fetch, stage.run.world.now)
+    stage.run.host.downlink.serve(stage.host.session.incarnation, fetch, stage.run.world.now)
     stage.run.until(2.7)
     # Two copies are served, and no third one is made near them.
-    assert [each.state.version for each in downlink._copies[0]] == [0, served]
+    assert states == {0, served}
     assert stage.host.session.parts[0].tip >= served
-    values = stage.host._tip[0].values
+    values = stage.host.tips[0].values
     values.setflags(write=True)
     values.view(np.uint32)[3] ^= 1
     stage.run.finish()
@@ -223,9 +239,10 @@ def test_parameters_that_become_nan_are_set_back_to_the_newest_version(tmp_path:
 @pytest.mark.parametrize(
     ("owner", "name", "goal"),
     [
-        ("_island", "adopt", 0), ("_island", "overwrite", 1200), ("_island", "snapshot", 0),
-        ("", "adopting", 0), ("", "adopting", 1200), ("_pool", "run", 0), ("_wires", "control", 0),
-        ("session", "_keep", 0), ("session", "_pushes", 0), ("session", "tick", 0),
+        ("island", "adopt", 0), ("island", "overwrite", 1200), ("island", "snapshot", 0),
+        ("boundary", "adopting", 0), ("boundary", "adopting", 1200), ("pool", "run", 0),
+        ("wires", "control", 0), ("fragment", "adopt", 0), ("fragment", "snapshot", 0),
+        ("session", "tick", 0),
     ],
 )  # fmt: skip
 def test_a_boundary_that_an_exception_breaks_off_moves_nothing_half_and_loses_no_effect(
@@ -236,12 +253,33 @@ def test_a_boundary_that_an_exception_breaks_off_moves_nothing_half_and_loses_no
     stage.run.until(3.0)
     tensors: list[F32] = stage.run.sites[0].trainee.source.tensors  # type: ignore[attr-defined]
     before, heads = [each.copy() for each in tensors], stage.heads
-    stage.interrupt(getattr(stage.host, owner) if owner else stage.host, name)
+    stage.interrupt(OWNERS[owner](stage.run.sites[0]), name)
     stage.run.finish()
     assert stage.interrupts == 1
     assert all(np.array_equal(*each) for each in zip(tensors, before, strict=True))
     assert min(stage.heads) > max(heads), "an effect was lost"
     assert name in UNMOVED or stage.noted == ["broken_off"]
+
+
+def test_what_follows_an_adoption_waits_for_it_while_the_loop_goes_on(tmp_path: Path) -> None:
+    """As where ranks meet between decision and adoption, and do not hold the loop up."""
+    stage = Stage(Calm(), tmp_path)
+    stage.run.until(2.0)
+    real = stage.host.boundary
+    kinds = set[type]()
+
+    def boundary(tokens: int, loss: float | None, now: float) -> list[Task]:
+        tasks = real(tokens, loss, now)
+        stage.host.lost(now)  # Now the loop has something to say.
+        stage.host.turn(now)
+        kinds.update(map(type, tasks))
+        waits = any(isinstance(each, Send) for each in stage.host.session.effects)
+        assert waits or not tasks, "it is said too soon"
+        return tasks
+
+    stage.host.boundary = boundary  # type: ignore[method-assign]
+    stage.run.finish()
+    assert kinds == {Move, TakeSnapshot}
 
 
 def test_a_copy_that_a_worker_could_not_make_is_made_from_the_same_chunks(
@@ -250,7 +288,7 @@ def test_a_copy_that_a_worker_could_not_make_is_made_from_the_same_chunks(
     """Holds `Session.assembled`."""
     stage = Stage(Calm(), tmp_path)
     stage.run.until(2.0)
-    island, real, failures = stage.host._island, stage.host._island.copy, [1, 2]
+    island, real, failures = stage.host.island, stage.host.island.copy, [1, 2]
 
     def short_of_memory(*given: Any) -> Any:
         if failures:

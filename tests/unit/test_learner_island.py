@@ -7,12 +7,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from narrows.learner.island import Adoption, CodedPush, Copy, Island
+from narrows.learner.gpu import TorchIsland
 from narrows.learner.parameters import Parameters
 from narrows.proto.codec import F32, decode_chunk, values_of
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 from narrows.proto.layout import build_table
 from narrows.proto.messages import CodecName, RunSettings
+from narrows.proto.ports import Adoption, CodedPush, Copy
 
 SETTINGS = RunSettings(chunk_elements=512)
 
@@ -43,7 +44,7 @@ class Model(torch.nn.Module):
 (FRAGMENT,) = build_table(Parameters(Model()).layout.entries, 1)
 
 
-def filled(island: Island, values: F32) -> Copy:
+def filled(island: TorchIsland, values: F32) -> Copy:
     copy = island.copy(FRAGMENT, values)
     island.overwrite(FRAGMENT, copy)
     return copy
@@ -62,7 +63,7 @@ def test_the_rule_equals_its_plain_twin_and_loses_nothing(keep: float, seed: int
     in a version that holds its push. An outer gradient is work with the other sign."""
     rng = np.random.default_rng(seed)
     parameters = Parameters(Model())
-    island = Island(parameters)
+    island = TorchIsland(parameters)
     size = FRAGMENT.elements
     old = filled(island, rng.standard_normal(size).astype(np.float32))
     twin = old.values.astype(np.float64)
@@ -99,8 +100,8 @@ def test_the_rule_equals_its_plain_twin_and_loses_nothing(keep: float, seed: int
 
 
 def test_a_copy_that_is_taken_outright_has_the_published_bits() -> None:
-    """Holds `Island.adopt`."""
-    island = Island(Parameters(Model()))
+    """Holds `TorchIsland.adopt`."""
+    island = TorchIsland(Parameters(Model()))
     rng = np.random.default_rng(0)
     values = rng.standard_normal(FRAGMENT.elements).astype(np.float32)
     old = filled(island, np.full_like(values, np.nan))
@@ -111,7 +112,7 @@ def test_a_copy_that_is_taken_outright_has_the_published_bits() -> None:
 def test_parameters_that_are_not_finite_are_not_pushed_from_a_gpu() -> None:
     """Holds `DeviceSnapshot.encode`."""
     model = Model(device=GPU)
-    island = Island(Parameters(model), on_device=True)
+    island = TorchIsland(Parameters(model), on_device=True)
     old = filled(island, np.zeros(FRAGMENT.elements, np.float32))
     with torch.no_grad():
         model.v[2, 3] = float("nan")
@@ -123,9 +124,9 @@ def test_parameters_that_are_not_finite_are_not_pushed_from_a_gpu() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_the_rounding_of_parameters_does_not_travel(dtype: torch.dtype, on_device: bool) -> None:
-    """Holds `Island.snapshot`."""
+    """Holds `TorchIsland.snapshot`."""
     model = Model(dtype, device=DEVICE[on_device])
-    island = Island(Parameters(model), on_device=on_device)
+    island = TorchIsland(Parameters(model), on_device=on_device)
     rng = np.random.default_rng(1)
     old = filled(island, rng.standard_normal(FRAGMENT.elements).astype(np.float32))
     new = island.copy(FRAGMENT, rng.standard_normal(FRAGMENT.elements).astype(np.float32))
@@ -152,7 +153,7 @@ def test_the_gpu_path_has_the_bits_of_the_cpu(codec: CodecName, transposed: bool
     results = []
     for on_device in (False, True):
         parameters = Parameters(Model(transposed=transposed, device=DEVICE[on_device]))
-        island = Island(parameters, on_device=on_device)
+        island = TorchIsland(parameters, on_device=on_device)
         old = filled(island, start)
         parameters.write(FRAGMENT, start + work)
         push = island.snapshot(FRAGMENT, old).encode(FRAGMENT, 0, settings)

@@ -193,7 +193,7 @@ def test_norms_have_the_bits_of_one_sum_over_each_piece(chunk_elements: int) -> 
     for name in "ab":
         values = rng.normal(size=fragment.elements).astype(np.float32)
         push = push_of(fragment, name, values, chunk_elements=chunk_elements)
-        vectors.append((chunk_elements, decoded(fragment, push)))
+        vectors.append(decoded(fragment, push))
         norms.append(np.sqrt(lane_square_sums(values, fragment.bounds)))
     assert sums.norms_of(fragment, vectors).T.tolist() == np.array(norms).tolist()
     weights, units = np.full(2, 0.5), np.full((len(sizes), 2), 1.0)

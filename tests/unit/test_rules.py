@@ -20,7 +20,7 @@ from narrows.proto.layout import build_table
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("proto", "broker", "learner", "bench")
 
-STATEMENTS_MAX = {"proto": 1900, "broker": 3900, "learner": 2000, "bench": 2950, "tests": 7500}
+STATEMENTS_MAX = {"proto": 1960, "broker": 4020, "learner": 2250, "bench": 2950, "tests": 7600}
 """Statements of a folder without docstrings. Lines are free: a cap of lines packs the code."""
 
 

@@ -156,10 +156,17 @@ class Seat:
     # The learner.
 
     def step(self, tokens: int = 8, after_s: float = 0.1) -> None:
-        """One inner step and its boundary."""
+        """One inner step and its boundary, which does nothing that was not due before the step."""
+        was_due = self.is_due()
         self.now += after_s
         self.session.boundary(tokens, 2.5, self.now)
+        exchanged = any(isinstance(each, Adopt | Snapshot) for each in self.session.effects)
+        assert was_due or not (exchanged or self.session.must_wait(self.now))
         self.done()
+
+    def is_due(self) -> bool:
+        """Whether the boundary after the coming step will exchange something, or wait."""
+        return self.session.due(self.now)
 
     def rest(self) -> None:
         """The training thread looks for something to adopt without making a step."""
@@ -330,7 +337,8 @@ def test_an_outage_is_told_once_with_its_reason_and_a_long_one_pauses_training()
     for _ in range(5):
         seat.wait(3.0)
     assert seat.noted() == ["offline"]
-    seat.session.obstacle = LocalProtocolError(ErrorCode.KEY_REFUSED, "no key", remedy="ask for it")
+    obstacle = LocalProtocolError(ErrorCode.KEY_REFUSED, "no key", remedy="ask for it")
+    seat.session.set_obstacle(obstacle)
     for _ in range(5):
         seat.wait(3.0)
     (note,) = seat.take(Note)
@@ -786,13 +794,67 @@ def test_work_of_an_absence_is_given_up_but_its_waiting_push_is_not() -> None:
 
 def test_nothing_is_kept_in_the_ramp_of_a_newcomer() -> None:
     seat = joined()
-    seat.session.ramp_steps = 1
+    seat.session.set_ramp(1)
     seat.publish(0, 1)
     seat.step()
     seat.publish(0, 2)
     seat.step()
     assert [each.keep for each in seat.take(Adopt)] == [0.0, 0.5]
     assert not seat.noted(), "it is meant so"
+
+
+def test_due_is_true_one_step_ahead_of_a_push_and_of_an_adoption_and_false_between_them() -> None:
+    seat = joined()
+    seat.told(collecting=(0,))
+    assert seat.is_due(), "the coming step is pushed"
+    for _ in range(3):
+        seat.told(period_s=3.0)
+        assert seat.is_due(), "the coming step may be so long that this learner is slow"
+        seat.step()
+    assert not seat.is_due(), "no single step makes it slow, and no round is open"
+    seat.told(collecting=(0,))
+    seat.step()
+    for _ in range(5):
+        assert not seat.is_due(), "its push is on its way"
+        seat.encode()
+        seat.step()
+    seat.publish(0, 1, 1)
+    assert seat.is_due()
+    seat.step()
+    assert seat.take(Adopt) and not seat.is_due()
+    seat.told(collecting=(1,))
+    seat.session.lost(seat.now)
+    assert not seat.is_due(), "a learner that is cut off answers no round"
+    seat.now += SETTINGS.max_offline_s + 1.0
+    assert seat.is_due(), "training pauses"
+    seat.publish(1, 1)
+    seat.session.abandon()
+    assert not seat.is_due(), "a learner that has left adopts nothing"
+
+
+def test_due_is_true_one_step_ahead_of_a_wait_in_lockstep() -> None:
+    seat = joined(replace(DILOCO, overlap_steps=2))
+    due: list[bool] = []
+    for _ in range(6):
+        due.append(seat.is_due())
+        seat.step()
+        seat.encode()
+    assert seat.session.must_wait(seat.now)
+    assert due == [False, False, False, True, False, True], "a push, then a wait two steps later"
+
+
+def test_due_is_true_until_the_final_model_is_adopted_and_never_after_the_end() -> None:
+    seat = joined()
+    seat.step()
+    seat.told(phase=Phase.ENDING)
+    assert seat.is_due(), "what is left is pushed"
+    seat.rest()
+    seat.encode()
+    assert not seat.is_due()
+    seat.told(phase=Phase.ENDED)
+    assert seat.is_due(), "the parameters become the version that they stand on"
+    seat.rest()
+    assert seat.session.final and seat.session.ended and not seat.is_due()
 
 
 @pytest.mark.parametrize("how", ["refused", "not coded"])

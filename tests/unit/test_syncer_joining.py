@@ -17,7 +17,7 @@ from narrows.proto import messages as msg
 from narrows.proto.errors import RETRIED
 from narrows.proto.layout import fingerprint
 from narrows.proto.messages import Role
-from narrows.proto.timing import REDIAL_S
+from narrows.proto.timing import RETURN_S
 from narrows.proto.units import BitRate
 from narrows.proto.wire import encode_control, unpack_layout
 
@@ -122,7 +122,7 @@ COPIES = tuple(
 def test_a_learner_of_another_epoch_goes_back_where_its_copy_is_not_ours(
     head: int, epoch: str, go_back: tuple[int, ...], ahead: int
 ) -> None:
-    desk = Desk(resumed=resumed(heads=(head,) * 4), published_digest=lambda f, v: 10 * v)
+    desk = Desk(recovered=resumed(heads=(head,) * 4), published_digest=lambda f, v: 10 * v)
     welcome = desk.hello("a", run_id=RUN, epoch=epoch, copies=COPIES)
     assert (welcome.go_back, welcome.role) == (go_back, Role.ADOPT)
     noted = [(note.warning, note.fields["versions"]) for note in desk.noted("history_lost")]
@@ -146,7 +146,7 @@ def test_an_operator_who_stops_the_broker_sends_everybody_away() -> None:
     assert [bye.reason for bye in desk.told(msg.Bye)] == ["maintenance"] * 2
     assert desk.status["waiting_for"] == ["nobody: the broker stops (maintenance)"]
     desk.pass_(5.0, "a", "b", steps_per_s=10)
-    assert not desk.take(ev.Merge)
+    assert not desk.take(ev.MergeRound)
 
 
 # Version 0.
@@ -162,9 +162,7 @@ def test_the_first_or_the_named_learner_seeds_and_the_others_wait() -> None:
     assert (first.role, second.role) == (Role.SEED, Role.WAIT)
     assert first.beat.heads == () and first.beat.phase is msg.Phase.SEEDING
     desk.seed("b")
-    assert [each for each in desk.log if isinstance(each, ev.Seed)] == [
-        ev.Seed(incarnation("b"), LAYOUT)
-    ]
+    assert [each for each in desk.log if isinstance(each, ev.Seed)] == [ev.Seed(LAYOUT)]
     assert desk.status["waiting_for"] == ["learners: 2 of 3 have joined"]
     desk.take(ev.Send)
     desk.hello("c")
@@ -476,11 +474,11 @@ def hang(desk: Desk, seconds: int) -> None:
 
 def test_every_fragment_gets_a_last_round_and_everybody_the_final_model() -> None:
     desk = at_goal("a", "b")
-    desk.take(ev.Merge)
+    desk.take(ev.MergeRound)
     for fragment in ALL:
         desk.push("a", fragment, 10 + fragment)
     desk.report("a", 30, bases=BEHIND, finished=ALL)
-    assert not desk.take(ev.Merge), "b has pushed nothing and has not said that it is done"
+    assert not desk.take(ev.MergeRound), "b has pushed nothing and has not said that it is done"
     for fragment in ALL:
         desk.push("b", fragment, 10 + fragment)
     desk.report("b", 30, bases=BEHIND, finished=ALL)
@@ -525,7 +523,7 @@ def test_a_learner_that_stands_still_costs_30_s_in_all_and_is_named() -> None:
 
 def test_who_waited_for_a_learner_that_stands_still_is_not_given_up_with_it() -> None:
     desk = at_goal("a", "b")
-    desk.take(ev.Merge)
+    desk.take(ev.MergeRound)
     for fragment in ALL:
         desk.push("a", fragment, 10 + fragment)
     desk.pass_(31.0, "a", "b", bases=BEHIND)
@@ -555,7 +553,7 @@ def test_a_full_disk_at_the_end_takes_nobodys_time() -> None:
         hang(desk, 1)
         desk.report("c", 10, bases=BEHIND)
     assert events(desk) == ["CommitEnd"]
-    desk.do(desk.syncer.ended)
+    desk.do(desk.syncer.done, ev.CommitEnd())
     assert desk.status["waiting_for"] == ["a, b to adopt the final model"]
 
 
@@ -590,7 +588,7 @@ def restarted() -> Desk:
     `running` and has nothing left to push says Bye, and never gets the final model.
     """
     merged = {(incarnation(name), 0): 3 for name in "ab"}
-    desk = Desk(configure(run={"goal_tokens": 1000}), resumed=resumed(merged=merged))
+    desk = Desk(configure(run={"goal_tokens": 1000}), recovered=resumed(merged=merged))
     assert len(desk.noted("goal")) == 1
     assert desk.hello("a").beat.phase is msg.Phase.ENDING
     return desk
@@ -599,7 +597,7 @@ def restarted() -> Desk:
 def test_the_end_waits_no_longer_than_until_all_who_taught_are_back() -> None:
     desk = restarted()
     desk.hello("b", 2)  # Started again meanwhile: another incarnation of the same name.
-    desk.pass_(REDIAL_S - 0.5, "a", "b", finished=ALL)
+    desk.pass_(RETURN_S - 0.5, "a", "b", finished=ALL)
     assert events(desk) == [], "one that has taught nothing yet may still be dialling"
     desk.pass_(1.0, "a", "b", finished=ALL)
     assert events(desk) == ["CommitEnd"]
@@ -609,7 +607,7 @@ def test_the_end_waits_no_longer_than_until_all_who_taught_are_back() -> None:
 
 def test_an_ended_run_hands_out_its_final_model() -> None:
     merged = {(incarnation("b"), 0): 3}
-    desk = Desk(resumed=resumed(phase=msg.Phase.ENDED, merged=merged))
+    desk = Desk(recovered=resumed(phase=msg.Phase.ENDED, merged=merged))
     welcome = desk.hello("a")
     assert (welcome.role, welcome.beat.phase) == (msg.Role.ADOPT, msg.Phase.ENDED)
     assert welcome.beat.digests == (99,) * 4, "or what a relay has altered would be final"

@@ -27,7 +27,7 @@ def test_a_launch_waits_for_its_spacing_and_for_somebody() -> None:
     assert started < desk.syncer.deadline(desk.now) <= started + 0.25
     desk.to_launch(fragment=1)
     assert 0.25 <= desk.now - started < 0.35
-    desk = Desk(resumed=resumed())
+    desk = Desk(recovered=resumed())
     desk.pass_(9.0)
     assert not desk.status["rounds"], "nobody is here who could push"
 
@@ -92,7 +92,7 @@ def test_a_speed_is_believed_as_far_as_pushes_come() -> None:
 
 def test_after_a_start_the_run_has_a_pace_at_once() -> None:
     who = incarnation("a")
-    desk = Desk(resumed=resumed(merged={(who, 0): 1}, merged_tokens={who: 4000}))
+    desk = Desk(recovered=resumed(merged={(who, 0): 1}, merged_tokens={who: 4000}))
     assert desk.hello("a").beat.period_s == 1.0
     assert desk.status["learners"]["a"]["merged_tokens"] == 1000
     desk.push("a", 0, 1)  # It does not know yet that version 5 holds it.
@@ -100,7 +100,9 @@ def test_after_a_start_the_run_has_a_pace_at_once() -> None:
     desk.pass_(1.0, "a")
     assert desk.status["rounds"], "a round is launched though no step time is known"
     desk.push("a", 0, 2)
-    assert [[push.push_id for push in each.pushes] for each in desk.take(ev.Merge)] == [[2]]
+    assert [
+        [push.push_id for push in each.round_.contributions] for each in desk.take(ev.MergeRound)
+    ] == [[2]]
 
 
 # Collect.
@@ -113,7 +115,7 @@ def test_what_a_leaving_learner_has_pushed_is_merged_though_nobody_trains(has_pa
         desk.to_launch("a", fragment=1)
         assert len(desk.status["rounds"]) == 2, "open and empty, in the way of all others"
     else:
-        desk = Desk(resumed=resumed())
+        desk = Desk(recovered=resumed())
         desk.hello("a")
     desk.report("a", 50, paused="leaving")
     desk.push("a", 2, 1)
@@ -129,10 +131,10 @@ def test_a_learner_whose_push_is_announced_or_being_decoded_is_waited_for() -> N
     desk.push("b", 0, 1)
     desk.announce("c", 0, 1)
     for chunk in range(CHUNKS):
-        assert not desk.take(ev.Merge)
+        assert not desk.take(ev.MergeRound)
         desk.chunk("c", 0, 1, chunk)
     desk.pass_(0.5)
-    assert not desk.take(ev.Merge), "the window is over, but only decoding is missing"
+    assert not desk.take(ev.MergeRound), "the window is over, but only decoding is missing"
     for chunk in range(CHUNKS):
         desk.checked("c", 0, 1, chunk)
     assert desk.merges() == [(0, ["a", "b", "c"], "everybody")]
@@ -153,7 +155,7 @@ def test_who_does_not_come_delays_a_merge_by_the_window(
     desk.do(desk.syncer.advance)
     desk.push("a", 0, 1)
     desk.pass_(window_s - 0.01)
-    assert not desk.take(ev.Merge)
+    assert not desk.take(ev.MergeRound)
     assert desk.syncer.deadline(desk.now) < desk.now + 0.02
     desk.pass_(0.02)
     assert desk.merges() == [(0, ["a"], "window")]
@@ -166,7 +168,7 @@ def test_each_round_has_a_window_of_its_own() -> None:
         desk.to_launch("a", "b", fragment=fragment)
         desk.push("a", fragment, push_id)
         desk.pass_(0.2)
-        assert not desk.take(ev.Merge)
+        assert not desk.take(ev.MergeRound)
         desk.push("b", fragment, push_id)
         assert desk.merges() == [(fragment, ["a", "b"], "everybody")]
 
@@ -177,7 +179,7 @@ def test_lockstep_launches_at_once_and_knows_no_pace() -> None:
         fragments={"count": 1, "overlap_steps": 0},
         merge={"quorum": 0, "weights": "equal"},
     )
-    desk = Desk(config, resumed=resumed(heads=(5,), period_s=0.0))
+    desk = Desk(config, recovered=resumed(heads=(5,), period_s=0.0))
     desk.hello("a")
     desk.report("a", 0, bases=(5,))
     for version in range(6, 9):
@@ -196,12 +198,13 @@ def test_what_the_quorum_took_and_a_merge_takes_is_hidden_no_more() -> None:
     desk.push("b", 0, 1)
     window_s = 0.9 * (9 * 0.1 - 0.3)
     desk.pass_(window_s - 0.01)
-    assert not desk.take(ev.Merge)
+    assert not desk.take(ev.MergeRound)
     desk.pass_(0.02)
-    assert desk.merges() == [(0, ["a", "b"], "window")]
+    (merge,) = desk.take(ev.MergeRound)
+    assert len(merge.round_.contributions) == 2 and merge.round_.reason == "window"
     desk.pass_(0.8)
-    desk.do(desk.syncer.merged, 0)
-    desk.do(desk.syncer.durable, 0)
+    desk.do(desk.syncer.done, merge)
+    desk.do(desk.syncer.done, ev.Commit(0))
     assert desk.status["sync_s"] == pytest.approx(0.25 * 0.8)
 
 
@@ -223,7 +226,7 @@ def test_who_cannot_come_is_not_waited_for(why: str) -> None:
     else:
         desk.leave("b")
     desk.to_launch("a")
-    desk.take(ev.Merge)
+    desk.take(ev.MergeRound)
     desk.push("a", 0, 2)
     assert [reason for _, _, reason in desk.merges()] == ["everybody"]
 
@@ -234,7 +237,7 @@ def test_the_quorum_is_waited_for_and_never_more_than_who_is_ready() -> None:
     desk.push("a", 0, 1)
     desk.push("b", 0, 1)
     desk.pass_(20.0, "a", "b", "c", steps_per_s=10)
-    assert not desk.take(ev.Merge)
+    assert not desk.take(ev.MergeRound)
     assert desk.status["waiting_for"][0] == "c to push fragment 0"
     desk.pass_(3.0, "a", "b", steps_per_s=10)
     assert desk.merges()[0] == (0, ["a", "b"], "everybody")
@@ -246,15 +249,15 @@ def test_the_first_round_takes_everybody_who_began_the_run_and_later_ones_no_new
     desk.to_launch("a")
     desk.push("a", 0, 1)
     desk.send("b", msg.Report(0, 0, None, (-1,) * 4))
-    assert not desk.take(ev.Merge)
+    assert not desk.take(ev.MergeRound)
     assert desk.status["waiting_for"][0] == "b to push fragment 0"
     desk.report("b", 0)
     desk.pass_(20.0, "a", "b", steps_per_s=10)
-    assert not desk.take(ev.Merge), "everybody, and not just one"
+    assert not desk.take(ev.MergeRound), "everybody, and not just one"
     desk.push("b", 0, 1)
     assert desk.merges()[0] == (0, ["a", "b"], "everybody")
 
-    later = Desk(EVERYBODY, resumed=resumed())
+    later = Desk(EVERYBODY, recovered=resumed())
     for name in "ab":
         later.hello(name)
     later.report("a", 0)
@@ -339,7 +342,7 @@ def test_a_broker_that_stood_still_judges_nobody_and_no_window_passes() -> None:
     desk.push("a", 0, 1)
     desk.now += 60.0  # SIGSTOP; then the poll finds what has come meanwhile, in any order.
     desk.do(desk.syncer.advance)
-    assert not desk.take(ev.Merge)
+    assert not desk.take(ev.MergeRound)
     assert isinstance(desk.hello("b", 2, peer="b:thief"), msg.Refuse)
     desk.push("b", 0, 1)
     assert desk.merges() == [(0, ["a", "b"], "everybody")]
@@ -362,7 +365,7 @@ def waiting() -> Desk:
 
 def test_a_push_that_comes_while_the_end_is_being_written_is_ignored() -> None:
     """Its learner has been told nothing yet of the end, so it does nothing wrong."""
-    desk = Desk(configure(run={"goal_tokens": 1000}), resumed=resumed())
+    desk = Desk(configure(run={"goal_tokens": 1000}), recovered=resumed())
     desk.commits = False
     desk.hello("a", copies=(msg.PublishedCopy(5, 99),) * 4)
     desk.pass_(35.0, "a", finished=(0, 1, 2, 3))
@@ -397,7 +400,7 @@ def test_a_damaged_chunk_drops_its_push_and_is_told_once() -> None:
 def test_a_push_that_only_the_rows_remember_is_refused_as_stale() -> None:
     """Its learner was away while more others were merged than are remembered. The rows take each id
     once, so merging it again would end the broker; and no STATE tells the learner of its push."""
-    desk = Desk(resumed=resumed(), newest_push=lambda incarnation, fragment: 3)
+    desk = Desk(recovered=resumed(), newest_push=lambda incarnation, fragment: 3)
     desk.hello("a")
     desk.report("a", 0)
     desk.to_launch("a")
@@ -450,7 +453,7 @@ def test_arrivals_carry_a_repair_on() -> None:
     ],
 )
 def test_a_request_is_refused_with_what_to_do(request_: msg.ControlMessage, remedy: str) -> None:
-    desk = Desk(resumed=resumed())
+    desk = Desk(recovered=resumed())
     desk.hello("a")
     desk.send("a", request_)
     assert not any(isinstance(each, ev.Serve) for each in desk.log)
@@ -460,7 +463,7 @@ def test_a_request_is_refused_with_what_to_do(request_: msg.ControlMessage, reme
 
 def test_before_version_0_and_after_the_end_there_is_less_to_do() -> None:
     fetch = Fetch(DataKind.PUBLICATION, 3, 5, 0, ((0, 2), (3, 1)))
-    before, after = Desk(), Desk(resumed=resumed(phase=msg.Phase.ENDED))
+    before, after = Desk(), Desk(recovered=resumed(phase=msg.Phase.ENDED))
     for desk in (before, after):
         desk.hello("a")
         desk.send("a", fetch)
@@ -493,8 +496,8 @@ def test_a_round_takes_no_more_pushes_than_a_publication_can_name(
     monkeypatch.setattr(msg, "LEARNERS_MAX", 2)
     for name in ("a", "b", "c"):
         desk.push(name, 0, 1)
-    (merge,) = desk.take(ev.Merge)
-    assert [each.learner for each in merge.pushes] == ["a", "b"]
+    (merge,) = desk.take(ev.MergeRound)
+    assert [each.learner for each in merge.round_.contributions] == ["a", "b"]
     assert list(desk.syncer.state.rounds[0].inbox) == [incarnation("c")], "the third one waits"
 
 

@@ -1,0 +1,217 @@
+"""The parameters of a torch model: a fragment that is on one GPU is coded and adopted there.
+
+Codes made on a GPU have the bits of those from a CPU: the same operations in float32, each rounded
+once, and an rms from the same samples. Only codes cross to the host.
+
+Encoding runs on a stream beside that of training, in the order of these rules:
+
+- Memory belongs to the stream on which it was allocated: torch hands it out again as soon as
+  nobody refers to it, although work queued there may still use it. So whatever another stream
+  reads is made known to it (`record_stream`).
+- What training's stream has made is read after an event recorded there; what the stream beside
+  has made is complete before it is handed over, because a worker waits for it.
+- A thread's current device need not be that of the parameters: a stream is asked for by device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from narrows.learner.island import HostIsland, HostSnapshot, ParameterSource
+from narrows.proto.codec import (
+    F32,
+    LIMITS,
+    RMS_SAMPLES_MAX,
+    encode_codes,
+    piece_scales,
+    read_only,
+    sample_places,
+)
+from narrows.proto.errors import ErrorCode, LocalProtocolError
+from narrows.proto.layout import Fragment
+from narrows.proto.messages import RunSettings
+from narrows.proto.ports import Adoption, CodedPush, Copy, IslandSnapshot
+
+DEVICE_BLOCK: Final = 1 << 24
+"""Elements coded at once on a GPU: enough to fill it, few enough to bound the memory that coding
+takes besides (17 bytes an element)."""
+
+
+class TorchIsland(HostIsland):
+    """The parameters of a torch model: the port Island.
+
+    A fragment that is on one GPU stays there, any other takes the way through host memory. With
+    `on_device` every fragment takes the GPU's way, on a CPU too, which shows that both agree.
+    """
+
+    def __init__(self, source: ParameterSource, *, on_device: bool = False) -> None:
+        super().__init__(source)
+        self._on_device = on_device
+
+    def copy(self, fragment: Fragment, values: F32) -> Copy:
+        """`rounded` is a tensor on the fragment's device if it has one."""
+        copy = super().copy(fragment, values)
+        device = self._device(fragment)
+        if device is None:
+            return copy
+        return replace(copy, rounded=to_device(copy.rounded, device))
+
+    def snapshot(self, fragment: Fragment, published: Copy) -> IslandSnapshot:
+        """Copies the parameters where they are; a GPU's copy is not waited for."""
+        if not isinstance(published.rounded, Tensor):
+            return super().snapshot(fragment, published)
+        views = self._views(fragment)
+        local = torch.cat([view.reshape(-1).to(torch.float32) for view in views])
+        ready = None
+        if local.is_cuda:
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record(torch.cuda.current_stream(local.device))
+        return DeviceSnapshot(published.rounded, local, ready)
+
+    def adopt(self, fragment: Fragment, rule: Adoption) -> None:
+        """Moves the parameters in place, where they are."""
+        if isinstance(rule.new.rounded, Tensor):
+            adopt_on_device(fragment, self._views(fragment), rule)
+        else:
+            super().adopt(fragment, rule)
+
+    def _device(self, fragment: Fragment) -> torch.device | None:
+        """The device where this fragment is coded and adopted; None: in host memory."""
+        devices = {view.device for view in self._views(fragment)}
+        device: torch.device = devices.pop()
+        on_gpu = not devices and device.type == "cuda"
+        return device if on_gpu or self._on_device else None
+
+
+class DeviceCodes(NamedTuple):
+    """A push as coded, on its device."""
+
+    scales: F32
+    """(k,), by piece; in host memory."""
+    codes: Tensor
+    """int8 (n,); of a lossless push its values, float32, with scales of 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceSnapshot:
+    """Published copy and parameters, float32 (n,), on their device."""
+
+    published: Tensor
+    local: Tensor
+    ready: torch.cuda.Event | None
+    """Happens when `local` is complete; the training thread does not wait for it."""
+
+    def encode(self, fragment: Fragment, base: int, settings: RunSettings) -> CodedPush:
+        """As in host memory, and with the same bits; only codes cross to the host."""
+        codec = settings.push_codec
+        size = settings.chunk_elements
+        stream = beside_training(self.local.device)
+        with torch.cuda.stream(stream):
+            if stream is not None and self.ready is not None:
+                stream.wait_event(self.ready)
+                self.local.record_stream(stream)
+                self.published.record_stream(stream)
+            if codec not in LIMITS:
+                whole = DeviceCodes(np.ones(len(fragment.pieces), np.float32), self._values())
+                host = HostSnapshot(self.published.cpu().numpy(), self.local.cpu().numpy())
+                return replace(host.encode(fragment, base, settings), on_device=whole)
+            scales = self._scales(fragment, settings.push_rho)
+            codes = self._codes(fragment, scales, LIMITS[codec])
+            # Pinned memory, kept by torch for the next time: several times as fast as pageable.
+            in_host_memory = torch.empty(codes.shape, dtype=codes.dtype, pin_memory=codes.is_cuda)
+            in_host_memory.copy_(codes, non_blocking=True)
+            if stream is not None:
+                stream.synchronize()
+        chunks = tuple(encode_codes(fragment, codec, scales, in_host_memory.numpy(), size))
+        return CodedPush(base, codec, size, chunks, DeviceCodes(scales, codes))
+
+    def _values(self, places: slice | Tensor = slice(None)) -> Tensor:
+        return self.published[places] - self.local[places]
+
+    def _scales(self, fragment: Fragment, rho: float) -> F32:
+        places, bounds = sample_places(fragment.bounds, RMS_SAMPLES_MAX)
+        where = torch.from_numpy(places).to(self.local.device)
+        scales = piece_scales(self._values(where).cpu().numpy(), bounds, rho).copy()
+        for piece in np.flatnonzero(scales == 0):
+            # A few large elements among zeros: the samples miss them, and they must travel.
+            span = slice(int(fragment.bounds[piece]), int(fragment.bounds[piece + 1]))
+            whole = self._values(span).cpu().numpy()
+            scales[piece] = piece_scales(whole, np.array([0, whole.size]), rho)[0]
+        return read_only(scales)
+
+    def _codes(self, fragment: Fragment, scales: F32, limit: int) -> Tensor:
+        """int8 (n,) codes, block by block."""
+        device = self.local.device
+        codes = torch.empty(fragment.elements, dtype=torch.int8, device=device)
+        for index in range(fragment.chunk_count(DEVICE_BLOCK)):
+            offset, count = fragment.chunk(index, DEVICE_BLOCK)
+            pieces = fragment.pieces_of(offset, count)
+            own = torch.from_numpy(scales[pieces.start : pieces.stop].copy()).to(device)
+            lengths = torch.from_numpy(np.diff(fragment.spans(offset, count))).to(device)
+            steps = own.repeat_interleave(lengths, output_size=count)
+            value = self._values(slice(offset, offset + count))
+            if not torch.isfinite(value).all():
+                raise LocalProtocolError(
+                    ErrorCode.NOT_FINITE, "outer gradient", expected="finite", got="nan or inf"
+                )
+            inverse = torch.where(steps > 0, 1 / steps, torch.zeros_like(steps))
+            codes[offset : offset + count] = (value * inverse).clamp_(-limit, limit).round_()
+        return codes
+
+
+def adopt_on_device(fragment: Fragment, views: Sequence[Tensor], rule: Adoption) -> None:
+    """The rule as torch expressions, piece by piece, on the training thread's stream."""
+    old: Tensor = rule.old.rounded
+    new: Tensor = rule.new.rounded
+    coded: DeviceCodes | None = rule.push.on_device if rule.push else None
+    tensors = [old, new]
+    if coded is not None:
+        tensors.append(coded.codes)
+    if new.is_cuda:
+        for tensor in tensors:
+            tensor.record_stream(torch.cuda.current_stream(new.device))
+    for index, (piece, view) in enumerate(zip(fragment.pieces, views, strict=True)):
+        span = slice(piece.offset, piece.offset + piece.count)
+        mine = None
+        if coded is not None:
+            mine = coded.codes[span].to(torch.float32) * float(coded.scales[index])
+        value = new[span].clone()
+        if rule.keep > 0:
+            kept = view.reshape(-1).to(torch.float32) - old[span]
+            if mine is not None:
+                kept += mine
+            value += kept * rule.keep
+        if mine is not None and not rule.merged:
+            value -= mine
+        view.copy_(value.view(view.shape))
+
+
+def to_device(values: F32, device: torch.device) -> Tensor:
+    """A float32 tensor (n,) on the device, complete when this returns. Runs on a worker."""
+    stream = beside_training(device)
+    with torch.cuda.stream(stream):
+        # torch warns when it is lent read-only memory, even if it only reads there.
+        tensor = torch.from_numpy(values if values.flags.writeable else values.copy()).to(device)
+        if stream is not None:
+            stream.synchronize()
+    return tensor
+
+
+def beside_training(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream of our own, to queue and allocate on; to enter it makes its device the current one,
+    too. None on a CPU: to enter that does nothing."""
+    if device.type != "cuda":
+        return None
+    if device not in _streams:
+        # Several workers may come here at once; only one of their streams is kept.
+        _streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    return _streams[device]
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
