@@ -62,7 +62,7 @@ class Child:
 
     @property
     def log(self) -> str:
-        """What it has printed so far."""
+        """Its output so far."""
         return self.log_file.read_bytes()[self.log_start :].decode(errors="replace")
 
     def signal(self, number: int) -> None:
@@ -154,7 +154,7 @@ class Processes:
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
             os.environ.setdefault(name, "1")
         self.stack = ExitStack()
-        """What ends with the run."""
+        """Resources that end with the run."""
         if folder is None:
             temporary = TemporaryDirectory(prefix="narrows-")
             folder = Path(self.stack.enter_context(temporary))
@@ -224,7 +224,7 @@ class Processes:
         return broker
 
     def tell(self, *arguments: str) -> str:
-        """What a `narrows` command prints that must succeed."""
+        """The output of a `narrows` command, which must succeed."""
         child = self.command("tell", *arguments)
         child.ends(0)
         del self.running["tell"]

@@ -1,4 +1,4 @@
-"""What `narrows demo` decides and shows. A real demo is run by tests/acceptance."""
+"""Decisions and pictures of `narrows demo`. A real demo is run by tests/acceptance."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def state(house: House) -> str:
 
 
 def rounds(narrows: Narrows, state: str) -> list[dict[str, Any]]:
-    """What `narrows journal show` tells of each round."""
+    """The rows of `narrows journal show`, one for each round."""
     assert narrows.run("journal", "show", state, "--json") == 0
     return [json.loads(line) for line in narrows.out.splitlines()]
 

@@ -1,4 +1,4 @@
-"""What a user's loop logs, and the optimizers that it trains with."""
+"""Tokens and losses that a user's loop logs, and the optimizers that it trains with."""
 
 from __future__ import annotations
 
