@@ -12,7 +12,6 @@ import json
 import os
 import select
 import shutil
-import signal
 import struct
 import subprocess
 import threading
@@ -20,10 +19,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import Connection, wait
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Final, NamedTuple, Self
 
+from narrows.bench.kit.processes import end_with_parent
 from narrows.proto.errors import ErrorCode, NarrowsError
 
 HUB_ADDRESS: Final = "10.77.0.1"
@@ -152,7 +152,7 @@ class FarLine(Line):
 
 def _carry(hub: str, site: str, delay_s: float, rate: float, told: Connection) -> None:
     """Reads packets at either end and writes each at the other when it would have arrived."""
-    threading.Thread(target=end_with_bench, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     ends: list[int] = []
     for namespace in (hub, site):
         enter(namespace)
@@ -204,14 +204,6 @@ def enter(namespace: str) -> None:
             raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
     finally:
         os.close(handle)
-
-
-def end_with_bench() -> None:
-    """Whoever kills a bench leaves no process of it behind."""
-    bench = parent_process()
-    assert bench is not None
-    wait([bench.sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def ip(*arguments: str) -> str:

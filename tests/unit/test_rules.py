@@ -1,8 +1,6 @@
 """Rules that no linter holds: size, first lines, no sleep. PROTOCOL.md and the code name the same
 messages, fields, types, bounds and codes; links of documents lead somewhere."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
