@@ -84,13 +84,15 @@ def chaos(*, short: Short = False, json: Json = None, kills: int = 0, seed: int 
 def measure(cell: Cell) -> Row:
     """One run, and what is found afterwards. Raises NarrowsError if a process does not do as it
     should."""
-    rng, waits = random.Random(cell.seed), list[float]()
+    rng = random.Random(cell.seed)
+    waits = list[float]()
     places = Counter(any=1)
     with Run() as run:
         run.broker(SETTINGS)
         names = run.toys(Toy("learner", PARAMS, moved=TENSORS), LEARNERS)
         run.wait_merges(2 * LEARNERS)
-        began_s, steps = time.monotonic(), sum(map(run.steps, names))
+        began_s = time.monotonic()
+        steps = sum(map(run.steps, names))
         run.kill("broker")
         for number in range(1, cell.kills):
             place = rng.choice(CRASH_PLACES) if number % 2 else "any"
@@ -122,7 +124,8 @@ def compare(state: Path, seen: Mapping[str, Sequence[Mapping[str, Any]]]) -> Row
     `seen` are the versions that each learner says it has installed.
     """
     with closing(History(state)) as history:
-        rows, audit = list(history.rounds()), history.audit()
+        rows = list(history.rounds())
+        audit = history.audit()
     durable = {
         (row.round_.fragment, row.round_.version, f"{row.digests.published:016x}")
         for row in rows
@@ -171,7 +174,8 @@ def headline(rows: Sequence[Row]) -> list[str]:
 
 def _serve(run: Run) -> float:
     """Starts the broker; seconds until it has made a version."""
-    versions, started_s = len(run.merges()), time.monotonic()
+    versions = len(run.merges())
+    started_s = time.monotonic()
     run.broker(SETTINGS)
     run.wait_merges(versions + 1)
     return time.monotonic() - started_s

@@ -81,7 +81,8 @@ def demo(
         Print lines instead of a live table.
     """
     if not 2 <= learners <= 26 or steps < 1:
-        expected, got = "2 to 26 learners, 1 step or more", f"{learners} and {steps}"
+        expected = "2 to 26 learners, 1 step or more"
+        got = f"{learners} and {steps}"
         raise ConfigError("--learners and --steps", expected=expected, got=got)
     if keep is not None and keep.exists():
         raise ConfigError(f"{keep} exists", remedy="name a new folder with --keep")
@@ -126,7 +127,8 @@ def play(run: Run, names: Sequence[str], story: Story, view: View) -> None:
     run.broker(settings)
     for name in names:
         run.learner(name, PRESET)
-    key, answered_at = read_site_key(run.folder / f"{names[0]}.key"), time.monotonic()
+    key = read_site_key(run.folder / f"{names[0]}.key")
+    answered_at = time.monotonic()
     with view.shown:
         while run.running["broker"].exitcode is None:
             for name in names:
@@ -173,7 +175,8 @@ class Story:
         if status["phase"] == "seeding":
             return None
         self.begun_at = self.begun_at or now
-        share, victim = self.share(status), status["learners"].get(self.victim, {})
+        share = self.share(status)
+        victim = status["learners"].get(self.victim, {})
         if self.killed_at is None:
             self._incarnation = victim.get("incarnation", "")
             if share < KILL_AT or status["phase"] == "ended":
@@ -211,13 +214,15 @@ class View:
     """A live table, or a line now and then. `shown` is to be entered."""
 
     def __init__(self, console: Console, story: Story, *, is_live: bool) -> None:
-        self._console, self._story = console, story
+        self._console = console
+        self._story = story
         self._live = Live(console=console, refresh_per_second=4) if is_live else None
         self.shown: AbstractContextManager[object] = self._live or nullcontext()
         self.moment = Group()
         """The table while a learner was dead, for the picture."""
         self._losses: dict[str, list[float]] = {}
-        self._told, self._told_at = "", 0.0
+        self._told = ""
+        self._told_at = 0.0
 
     def update(self, status: Facts) -> None:
         """Shows a new status."""
@@ -249,7 +254,8 @@ class View:
         columns = ("learner", "state", "step", "loss", "its course", "merged")
         table = Table(*columns, box=None, padding=(0, 1, 0, 0))
         for name, learner in sorted(status["learners"].items()):
-            state, losses = learner["state"], self._losses.get(name, [])
+            state = learner["state"]
+            losses = self._losses.get(name, [])
             if name == story.victim and story.killed_at is not None and not story.is_back:
                 # The broker notices a silence after seconds; the demo knows.
                 state = "killed" if story.returned_at is None else "starting"
@@ -277,7 +283,8 @@ def sparkline(values: Sequence[float]) -> str:
     count = min(SPARKS_MAX, len(values))
     edges = [len(values) * index // max(1, count) for index in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low, high = min(means, default=0.0), max(means, default=0.0)
+    low = min(means, default=0.0)
+    high = max(means, default=0.0)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(SPARKS[round((mean - low) * scale)] for mean in means)
 
@@ -288,7 +295,8 @@ def collect(run: Run, names: Sequence[str], steps: int, story: Story) -> Facts:
     Data parallelism is a bfloat16 ring all-reduce in every step: each of M learners sends and
     receives 2 (M - 1) / M of the model.
     """
-    final, merges = run.final(), run.merges()
+    final = run.final()
+    merges = run.merges()
     merged = {(each["fragment"], each["version"]): each["digest"] for each in merges}
     copies = [
         (each["digest"], merged.get((each["fragment"], each["version"])))
@@ -323,7 +331,8 @@ def collect(run: Run, names: Sequence[str], steps: int, story: Story) -> Facts:
 
 def report(facts: Facts, kept: Path | None) -> Group:
     """The last table, how few bits it took, and what to do next. Fits into 60 columns."""
-    moved, parallel = facts["up_bytes"] + facts["down_bytes"], facts["data_parallel_bytes"]
+    moved = facts["up_bytes"] + facts["down_bytes"]
+    parallel = facts["data_parallel_bytes"]
     fate = "back too late to be merged again" if facts["killed"] else "none: the run was too short"
     if facts["rejoin_s"] is not None:
         fate = f"merged again {facts['rejoin_s']:.1f} s after its start"

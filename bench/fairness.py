@@ -81,7 +81,8 @@ def measure(cell: Cell) -> Row:
                 run.toy(toy)
         for run in (calm, rough):
             run.wait_merges(1)
-        seconds, slowest = 60 * cell.minutes, toys[-1].name
+        seconds = 60 * cell.minutes
+        slowest = toys[-1].name
         away_s = min(AWAY_S_MAX, seconds / 3)
         rough.wait(seconds / 3)
         rough.signal(slowest, signal.SIGSTOP)
@@ -100,7 +101,8 @@ def measure(cell: Cell) -> Row:
 def _look(run: Run, toys: Sequence[Toy]) -> Row:
     """Shares, and how far the clock is from what was merged and from what was logged."""
     logged, merged = run.account([toy.name for toy in toys])
-    clock, shares = float(run.final()["run_tokens"]), list[float]()
+    clock = float(run.final()["run_tokens"])
+    shares = list[float]()
     for name, tokens in logged.items():  # Every token is pushed once in each fragment.
         mine = sum(merged[name, fragment] for fragment in range(FRAGMENTS))
         shares.append(round(mine / FRAGMENTS / max(1, tokens), 3))

@@ -99,7 +99,8 @@ def goodput(*, short: Short = False, json: Json = None) -> None:
 
 def measure(cell: Cell) -> Row:
     """The stall model on the whole tape, and the hosts on its beginning."""
-    span_s, slices = cell.days * 86_400, round(cell.chips / SLICE_CHIPS)
+    span_s = cell.days * 86_400
+    slices = round(cell.chips / SLICE_CHIPS)
     which, outages = failure_tape(slices, span_s, cell.seed)
     owner = which * cell.learners // slices
     parts = [outages[owner == index] for index in range(cell.learners)]
@@ -144,14 +145,18 @@ def failure_tape(slices: int, span_s: float, seed: int) -> tuple[NDArray[Any], N
     longer of two exponential times, an exponentiated Weibull as in the paper, whose parameters are
     not published; the mean alone matters to goodput.
     """
-    rng, begin_s = np.random.default_rng([seed, slices]), -10 * REPAIR_S
+    rng = np.random.default_rng([seed, slices])
+    begin_s = -10 * REPAIR_S
     count = rng.poisson(slices * SLICE_CHIPS * (span_s - begin_s) / CHIP_FAILURE_S)
-    which, failed_s = rng.integers(slices, size=count), np.sort(rng.uniform(begin_s, span_s, count))
+    which = rng.integers(slices, size=count)
+    failed_s = np.sort(rng.uniform(begin_s, span_s, count))
     back_s = failed_s + REPAIR_S / 1.5 * rng.exponential(size=(2, count)).max(axis=0)
-    present_s, counts = np.full(slices, begin_s), np.zeros(count, bool)
+    present_s = np.full(slices, begin_s)
+    counts = np.zeros(count, bool)
     for index, (each, at_s) in enumerate(zip(which.tolist(), failed_s.tolist(), strict=True)):
         if at_s >= present_s[each]:
-            counts[index], present_s[each] = True, back_s[index] + GATHER_S
+            counts[index] = True
+            present_s[each] = back_s[index] + GATHER_S
     return which[counts], np.stack((failed_s, back_s), axis=1)[counts]
 
 
@@ -160,7 +165,8 @@ def absorbed(causes_s: Sequence[float], lost_s: Callable[[float], float]) -> NDA
 
     `lost_s` gives the length of a stall from the time trained since the one before.
     """
-    stalls, resumed_s = [(0.0, 0.0)], causes_s[0] if causes_s else 0.0
+    stalls = [(0.0, 0.0)]
+    resumed_s = causes_s[0] if causes_s else 0.0
     for cause_s in causes_s:
         if cause_s >= resumed_s:
             end_s = cause_s + lost_s(cause_s - resumed_s)
@@ -211,7 +217,8 @@ def data_parallel(outages: NDArray[Any]) -> Course:
 
 def elastic(outages: NDArray[Any], slices: float) -> Course:
     """One job that trains on without a slice, and takes those in together that come back."""
-    taken_in, due_s = outages.copy(), -np.inf
+    taken_in = outages.copy()
+    due_s = -np.inf
     for index in np.argsort(outages[:, 1]).tolist():
         if outages[index, 1] > due_s:
             due_s = outages[index, 1] + GATHER_S
@@ -239,8 +246,10 @@ class Job:
         from narrows.learner.parameters import Parameters
 
         self.source = Parameters(nn.Linear(8, 8))
-        self.layout, self.made_tokens = self.source.layout, 0
-        self._course, self._begun_s = course, 0.0
+        self.layout = self.source.layout
+        self.made_tokens = 0
+        self._course = course
+        self._begun_s = 0.0
 
     def step_s(self, now: float) -> float:
         self._begun_s = (now - LEAD_STEPS) * STEP_S
@@ -255,7 +264,8 @@ class Job:
 
 def played(courses: Sequence[Course], cell: Cell) -> Row:
     """The hosts with the default settings; percent of the chip time of the steps that they play."""
-    jobs, merged = [Job(course) for course in courses], list[float]()
+    jobs = [Job(course) for course in courses]
+    merged = list[float]()
     settings: dict[str, object] = {"run.learners_at_start": len(jobs)}
     plan = Plan(cell.seed, settings, [1.0] * len(jobs), lambda site: jobs[site.index])
     plan.ends = LEAD_STEPS + cell.steps

@@ -82,11 +82,14 @@ def exchanging(
     run.broker({"run.learners_at_start": LEARNERS, "merge.quorum": LEARNERS, **cut, **settings})
     toys = run.toys(toy, LEARNERS)
     run.wait_merges(ROUNDS_BEFORE * fragments)
-    first, before, began_s = len(run.merges()), _spent(run, toys), time.monotonic()
+    first = len(run.merges())
+    before = _spent(run, toys)
+    began_s = time.monotonic()
     run.wait(seconds)
     # The clock ends with a round, as it began.
     run.wait_merges(max(first + fragments, len(run.merges()) + 1))
-    merges, after = run.merges()[first:], _spent(run, toys)
+    merges = run.merges()[first:]
+    after = _spent(run, toys)
     took_s = time.monotonic() - began_s
     rounds = len(merges)
     elements = rounds * toy.params / fragments

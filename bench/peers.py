@@ -153,7 +153,8 @@ def headline(rows: Sequence[Row]) -> list[str]:
 def narrows(cell: Cell) -> Row:
     """Seconds per exchange; where an H is asked for, also steps per second of a learner, over
     those of the same learners that exchange nothing."""
-    is_lockstep, asked = cell.system == "lockstep", cell.sync_period_steps
+    is_lockstep = cell.system == "lockstep"
+    asked = cell.sync_period_steps
     # Without an H one step for each fragment, so that something always waits to be sent.
     period_steps = asked or (1 if is_lockstep else loop.FRAGMENTS)
     # A push of one step must say something everywhere, else codes would be mostly zeros.
@@ -183,7 +184,8 @@ def undisturbed_steps_per_s(params: int, seconds: float) -> float:
         run.broker({"run.learners_at_start": loop.LEARNERS, **never})
         names = run.toys(Toy("toy", params, PUBLISHED_STEP_S), loop.LEARNERS)
         run.wait_until(lambda: all(map(run.facts, names)), "all to join", *run.running)
-        began_s, steps = time.monotonic(), fmean(map(run.steps, names))
+        began_s = time.monotonic()
+        steps = fmean(map(run.steps, names))
         run.wait(seconds)
         return (fmean(map(run.steps, names)) - steps) / (time.monotonic() - began_s)
 
@@ -195,7 +197,8 @@ def averaged(cell: Cell, python: Path) -> Row:
     """Median seconds of the slower member of an exchange, or a note why there are none."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     environ |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-    members, logs = list[subprocess.Popen[bytes]](), list[IO[str]]()
+    members = list[subprocess.Popen[bytes]]()
+    logs = list[IO[str]]()
     told: list[list[str]] = []
     with Line(float(BitRate.parse(cell.rate))) as line, ExitStack() as stack:
         ends = ((line.hub, HUB_ADDRESS), (line.site, SITE_ADDRESS))

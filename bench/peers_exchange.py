@@ -172,7 +172,8 @@ def measure(member: Member, system: System, exchanges: int) -> None:
     base = torch.randn(member.params, generator=torch.Generator().manual_seed(0))
     for number in range(-WARM_UP, exchanges):
         shift = WARM_UP + number + 1  # Another mean each time: a stale result is found.
-        values, wanted = base * (shift + member.rank), base * (shift + (member.world - 1) / 2)
+        values = base * (shift + member.rank)
+        wanted = base * (shift + (member.world - 1) / 2)
         system.prepare(values)
         member.meet(f"exchange {number}")
         started_s = time.perf_counter()

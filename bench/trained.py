@@ -32,7 +32,8 @@ WINDOWS: Final = 1024
 def train(cell: Cell, seed: int) -> tuple[float, float]:
     """Validation loss of a run's final model, and learners per merge."""
     torch.set_num_threads(1)
-    preset, speeds = PRESETS[cell.preset], [float(each) for each in cell.speeds.split(":")]
+    preset = PRESETS[cell.preset]
+    speeds = [float(each) for each in cell.speeds.split(":")]
     step_tokens = cell.learners * preset.batch * preset.context
     settings: dict[str, object] = {
         "run.learners_at_start": cell.learners,
@@ -78,18 +79,22 @@ class Student:
     """One life of a learner, with the reference worker's model, text and schedule."""
 
     def __init__(self, cell: Cell, site: Site) -> None:
-        self._site, self.preset, seed = site, PRESETS[cell.preset], site.run.plan.seed
+        self._site = site
+        self.preset = PRESETS[cell.preset]
+        seed = site.run.plan.seed
         self.model = GPT(self.preset, seed=seed)
         self.optimizer = make_optimizer(self.model, self.preset.peak_learning_rate)
         self.source = Parameters(self.model)
         self.layout = self.source.layout
-        self._order, self._steps = f"{seed}:learner-{site.index}", 0
+        self._order = f"{seed}:learner-{site.index}"
+        self._steps = 0
 
     def step_s(self, now: float) -> float:
         return self._site.step_s * self._site.world.rng.uniform(1 - NOISE, 1 + NOISE)
 
     def step(self, session: Session, now: float) -> int:
-        settings, preset = session.settings, self.preset
+        settings = session.settings
+        preset = self.preset
         run_tokens = session.run_tokens(now)
         run_step = run_tokens / settings.tokens_per_run_step
         if not self._steps:  # It begins where the run stands, as the reference worker does.

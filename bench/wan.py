@@ -141,7 +141,8 @@ def _budget(cell: Cell) -> Found:
     params = min(PARAMS_MAX, unit * (1 + int(FRAGMENTS * elements / unit)))
     # One way at a time: with both limited a round crosses one line after the other, and neither is
     # full. Everybody in each round: else more is published than pushed.
-    means, peaks = list[float](), list[float]()
+    means = list[float]()
+    peaks = list[float]()
     for way, name in ((1, "wan.total_up"), (2, "wan.total_down")):
         settings = {name: cell.rate, "merge.quorum": 0, **HURRY, **(PLAIN if is_heavy else {})}
         with Line() as line, Run(line=line) as run:
@@ -150,7 +151,8 @@ def _budget(cell: Cell) -> Found:
             run.wait_merges(FRAGMENTS)
             first = line.read()
             run.wait(cell.seconds)
-            last, samples = line.read(), list(line.samples)
+            last = line.read()
+            samples = list(line.samples)
         means.append(8 * (last[way] - first[way]) / (last.at_s - first.at_s) / rate)
         peaks.append(peak_bits_per_s(samples)[way - 1] / rate)
     held = all(0.95 <= each <= 1.0 for each in means) and max(peaks) <= 1.02
@@ -201,7 +203,8 @@ def _frozen(cell: Cell) -> Found:
     lost = 1 - rates[2] / rates[0] if rates[0] else 1.0  # Nothing before: nothing to keep.
     pause_s = max(b - a for a, b in pairwise([stopped, *(t for t in at if stopped < t < woken)]))
     told = "rounds/s {:.1f}, then {:.1f}, {:.1f}, after {:.1f}".format(*rates)
-    found, held = f"{told}; longest pause {pause_s:.1f} s", lost <= 0.05
+    found = f"{told}; longest pause {pause_s:.1f} s"
+    held = lost <= 0.05
     return found, held, {"rounds_per_s": rates, "lost": lost, "longest_pause_s": pause_s}
 
 
@@ -218,13 +221,15 @@ def _relay(cell: Cell) -> Found:
             for name, via in zip(numbered(TOY.name, cell.learners), cycle(vias), strict=False):
                 run.environment[name] = {"NARROWS_RELAY": via}
             _join(run, cell)
-            merges, first = len(run.merges()), line.read()
+            merges = len(run.merges())
+            first = line.read()
             run.wait(cell.seconds)
             published = sum(each["published_bytes"] for each in run.merges()[merges:])
             down.append((line.read().down - first.down) / published)
     fewer = down[0] / down[1]
     told = "{:.2f} bytes per byte published, {:.2f} with relays".format(*down)
-    found, held = f"{told}: {fewer:.2f} times fewer", fewer >= 3.5
+    found = f"{told}: {fewer:.2f} times fewer"
+    held = fewer >= 3.5
     return found, held, {"down_bytes_per_byte": down, "times_fewer": fewer}
 
 
@@ -240,7 +245,8 @@ def _revoke(cell: Cell) -> Found:
         revoked = next(each["time_s"] for each in notes if each["kind"] == "revoked")
         logged, merged = run.account(others)
         at = {n: [each["time_s"] for each in run.installed(n)] for n in (gone, *others)}
-    pauses, usual_s = [], []
+    pauses = []
+    usual_s = []
     for name in others:
         near = [each for each in at[name] if revoked - 1 < each < revoked + 1]
         pauses.append(max(b - a for a, b in pairwise(near)))
@@ -255,7 +261,8 @@ def _revoke(cell: Cell) -> Found:
         for fragment in range(FRAGMENTS)
     )
     told = f"pause {1e3 * back_s:.0f} ms (usually {1e3 * max(usual_s):.0f}), {late} copies"
-    found, held = f"{told}, {behind:.1f} periods", back_s <= 1.0 and not late and behind < 2
+    found = f"{told}, {behind:.1f} periods"
+    held = back_s <= 1.0 and not late and behind < 2
     return found, held, {"pause_s": back_s, "copies_after": late, "behind_periods": behind}
 
 

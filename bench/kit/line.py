@@ -100,7 +100,8 @@ class Line:
         """Makes a device eth0 in each namespace; bytes that one sends arrive at the other."""
         ip("-n", self.hub, "link", "add", "eth0", "type", "veth",
             "peer", "name", "eth0", "netns", self.site)  # fmt: skip
-        rate, burst = self._bits_per_s, max(16_000, int(BURST_S * self._bits_per_s / 8))
+        rate = self._bits_per_s
+        burst = max(16_000, int(BURST_S * self._bits_per_s / 8))
         for name in (self.hub, self.site) if rate else ():
             ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf",
                 "rate", f"{rate:.0f}bit", "burst", str(burst),
@@ -170,7 +171,8 @@ def _carry(hub: str, site: str, delay_s: float, rate: float, told: Connection) -
             way = ends.index(end)
             with suppress(BlockingIOError):
                 for _ in range(PACKETS_PER_TURN):
-                    packet, start = os.read(end, 1 << 16), max(now, free_at[way])
+                    packet = os.read(end, 1 << 16)
+                    start = max(now, free_at[way])
                     if start < now + QUEUE_S:  # Else the queue is full, and it is dropped.
                         free_at[way] = start + 8 * len(packet) / rate
                         ways[way].append((free_at[way] + delay_s, packet))
@@ -185,7 +187,9 @@ def peak_bits_per_s(samples: Sequence[Sample]) -> tuple[float, float]:
 
     A window is the shortest span of samples that is a second or longer, at its own length.
     """
-    first, up, down = 0, 0.0, 0.0
+    first = 0
+    up = 0.0
+    down = 0.0
     for last, end in enumerate(samples):
         while first < last and end.at_s - samples[first + 1].at_s >= WINDOW_S:
             first += 1

@@ -58,7 +58,8 @@ def bench(
 
     What was measured before an error is written all the same, and the error raised.
     """
-    console, rows = Console(highlight=False), list[Row]()
+    console = Console(highlight=False)
+    rows = list[Row]()
     console.width = max(console.width, WIDTH)
     try:
         for number, cell in enumerate(cells, 1):

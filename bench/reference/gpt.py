@@ -71,7 +71,8 @@ class Block(nn.Module):
 
     def __init__(self, preset: Preset) -> None:
         super().__init__()
-        self.heads, width = preset.heads, preset.width
+        self.heads = preset.heads
+        width = preset.width
         self.attention_norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)
@@ -84,7 +85,8 @@ class Block(nn.Module):
         # (batch, time, 3 * width) -> three of (batch, heads, time, width / heads)
         parts = self.qkv(self.attention_norm(x)).view(batch, time, 3, self.heads, -1)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
-        q, k = rotate(q, rotation), rotate(k, rotation)
+        q = rotate(q, rotation)
+        k = rotate(k, rotation)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, time, width))
         # Squared ReLU (So et al. 2021, 2109.08668) is cheaper than GELU and learned faster here.

@@ -73,7 +73,8 @@ class Text:
             for index in range(first, per_pass):
                 windows = self._cut(self.train, mixed[index * batch :][:batch], context)
                 yield windows[:, :-1], windows[:, 1:]
-            a_pass, first = a_pass + 1, 0
+            a_pass = a_pass + 1
+            first = 0
 
     def validation_windows(self, *, context: int, count: int = 512) -> Tokens:
         """The same windows for everybody, int64 (at most count, context + 1), spread evenly."""
@@ -110,7 +111,8 @@ def load_text(folder: Path | None = None) -> Text:
 
 
 def _library() -> dict[str, bytes]:
-    root, files = Path(sysconfig.get_path("stdlib")), dict[str, bytes]()
+    root = Path(sysconfig.get_path("stdlib"))
+    files = dict[str, bytes]()
     for pattern in ("*.py", *(f"{package}/**/*.py" for package in PACKAGES)):
         for path in root.glob(pattern):
             place = path.relative_to(root)

@@ -110,7 +110,9 @@ def train(options: Options) -> dict[str, Any]:
         key=options.key,
         events=options.events,
     )
-    steps, tokens, stop = 0, 0, _stop_on_signal()
+    steps = 0
+    tokens = 0
+    stop = _stop_on_signal()
     with learner:
         # It begins where the run stands: the text before has been learned from, by whomever.
         batches = text.tokens(
@@ -129,7 +131,8 @@ def train(options: Options) -> dict[str, Any]:
             learner.log(tokens=x.size, loss=loss)
             optimizer.step()
             optimizer.zero_grad()
-            steps, tokens = steps + 1, tokens + x.size
+            steps = steps + 1
+            tokens = tokens + x.size
             if options.step_wait_s:
                 time.sleep(options.step_wait_s)
             if time.monotonic() > printed_s + PRINT_S:
