@@ -50,13 +50,13 @@ COLUMNS: Final = (
 
 
 @dataclass(frozen=True)
-class Cell:
+class BandwidthCell:
     """One run of two learners with this step of the codes."""
 
     rho: float
 
 
-CELLS: Final = (Cell(0.5), Cell(1.0))
+CELLS: Final = (BandwidthCell(0.5), BandwidthCell(1.0))
 
 
 def bandwidth(*, short: Short = False, json: Json = None) -> None:
@@ -64,7 +64,7 @@ def bandwidth(*, short: Short = False, json: Json = None) -> None:
     bench("bandwidth", CELLS[:1] if short else CELLS, measure, COLUMNS, headline, json=json)
 
 
-def measure(cell: Cell, *, steps: int = STEPS) -> Row:
+def measure(cell: BandwidthCell, *, steps: int = STEPS) -> Row:
     """One run; `line_...` are None without namespaces."""
     settings = {
         "run.learners_at_start": len(LEARNERS),

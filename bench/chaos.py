@@ -54,7 +54,7 @@ COLUMNS: Final = (
 
 
 @dataclass(frozen=True)
-class Cell:
+class ChaosCell:
     """One run with so many kills; the seed draws their places and times."""
 
     kills: int
@@ -73,7 +73,7 @@ def chaos(*, short: Short = False, json: Json = None, kills: int = 0, seed: int 
     """
     if kills < 0:
         raise ConfigError("--kills", expected=">= 0", got=str(kills))
-    cells = [Cell(kills or (10 if short else 100), seed)]
+    cells = [ChaosCell(kills or (10 if short else 100), seed)]
     rows = bench("chaos", cells, measure, COLUMNS, headline, json=json, seed=seed)
     problems = [problem for row in rows for problem in row["problems"]]
     if problems:
@@ -81,7 +81,7 @@ def chaos(*, short: Short = False, json: Json = None, kills: int = 0, seed: int 
         raise NarrowsError(ErrorCode.STATE_DAMAGED, what, expected="nothing", got=problems[0])
 
 
-def measure(cell: Cell) -> Row:
+def measure(cell: ChaosCell) -> Row:
     """One run, and what is found afterwards. Raises NarrowsError if a process does not do as it
     should."""
     rng = random.Random(cell.seed)

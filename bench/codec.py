@@ -47,7 +47,7 @@ COLUMNS: Final = (
 
 
 @dataclass(frozen=True)
-class Cell:
+class CodecCell:
     """One coding of one kind of data."""
 
     data: str
@@ -72,15 +72,15 @@ def codec(*, short: Short = False, json: Json = None) -> None:
     warm_up_kernels()
     # 16 MiB as float32 are more than the caches of a core hold.
     elements, rhos = (1 << 20, (0.5,)) if short else (1 << 22, (0.4, 0.5, 0.7, 1.0))
-    cells: list[Cell] = []
+    cells: list[CodecCell] = []
     for data in ("gaussian", "student_t", *(["recorded"] if RECORDING.exists() else [])):
-        cells += [Cell(data, "int4-zstd", rho, elements) for rho in rhos]
-        cells.append(Cell(data, "int8-zstd", 0.25, elements))
-        cells += [Cell(data, name, None, elements) for name in (LOSSLESS, *ABSMAX)]
+        cells += [CodecCell(data, "int4-zstd", rho, elements) for rho in rhos]
+        cells.append(CodecCell(data, "int8-zstd", 0.25, elements))
+        cells += [CodecCell(data, name, None, elements) for name in (LOSSLESS, *ABSMAX)]
     bench("codec", cells, measure, COLUMNS, headline, json=json)
 
 
-def measure(cell: Cell) -> Row:
+def measure(cell: CodecCell) -> Row:
     """Bits, signal over error, and speeds in 10^9 parameters per second; medians of REPEATS."""
     fragment, values = _data(cell.data, cell.elements)
     if cell.codec in ABSMAX:

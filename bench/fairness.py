@@ -50,7 +50,7 @@ learners make in a period. Clock off: its distance from the sum of the merged to
 
 
 @dataclass(frozen=True)
-class Cell:
+class FairnessCell:
     """A mix, and how long its two runs take."""
 
     step_s: tuple[float, ...]
@@ -59,11 +59,15 @@ class Cell:
 
 def fairness(*, short: Short = False, json: Json = None) -> None:
     """Measure the share of its own tokens that each of several unequal learners has merged."""
-    cells = [Cell(each, 0.25) for each in SHORT] if short else [Cell(each, 3.0) for each in MIXES]
+    cells = (
+        [FairnessCell(each, 0.25) for each in SHORT]
+        if short
+        else [FairnessCell(each, 3.0) for each in MIXES]
+    )
     bench("fairness", cells, measure, COLUMNS, headline, json=json)
 
 
-def measure(cell: Cell) -> Row:
+def measure(cell: FairnessCell) -> Row:
     """One calm and one rough run of a mix, at the same time."""
     toys = [
         Toy(f"learner-{index}", PARAMS, step_s=step_s, seed=index)

@@ -76,7 +76,7 @@ Uptime: at least one learner trains."""
 
 
 @dataclass(frozen=True)
-class Cell:
+class GoodputCell:
     """A cluster, and what runs on it."""
 
     method: str
@@ -93,11 +93,13 @@ def goodput(*, short: Short = False, json: Json = None) -> None:
     """Measure the share of allocated chip time that is useful, beside the published table."""
     need_torch()
     days, steps, columns = (3.0, 300, CHIPS[3:4]) if short else (30.0, 2000, CHIPS)
-    cells = [Cell(*row, chips, days, steps) for row in PUBLISHED_PERCENT for chips in columns]
+    cells = [
+        GoodputCell(*row, chips, days, steps) for row in PUBLISHED_PERCENT for chips in columns
+    ]
     bench("goodput", cells, measure, COLUMNS, headline, json=json, seed=1)
 
 
-def measure(cell: Cell) -> Row:
+def measure(cell: GoodputCell) -> Row:
     """The stall model on the whole tape, and the hosts on its beginning."""
     span_s = cell.days * 86_400
     slices = round(cell.chips / SLICE_CHIPS)
@@ -262,7 +264,7 @@ class Job:
         return tokens
 
 
-def played(courses: Sequence[Course], cell: Cell) -> Row:
+def played(courses: Sequence[Course], cell: GoodputCell) -> Row:
     """The hosts with the default settings; percent of the chip time of the steps that they play."""
     jobs = [Job(course) for course in courses]
     merged = list[float]()

@@ -40,7 +40,7 @@ COLUMNS: Final = (
 
 
 @dataclass(frozen=True)
-class Cell:
+class LoopCell:
     """A mode and the rate of each learner's line, in each direction."""
 
     mode: str
@@ -57,11 +57,11 @@ def loop(*, short: Short = False, json: Json = None) -> None:
     rates = ("0", "1Gbit/s") if short else ("0", "1Gbit/s", "100Mbit/s")
     modes = ("decoupled", "diloco")
     seconds = 5.0 if short else 15.0
-    cells = [Cell(mode, rate, PARAMS, seconds) for mode in modes for rate in rates]
+    cells = [LoopCell(mode, rate, PARAMS, seconds) for mode in modes for rate in rates]
     bench("loop", cells, measure, COLUMNS, headline, json=json)
 
 
-def measure(cell: Cell) -> Row:
+def measure(cell: LoopCell) -> Row:
     """A run over loopback, whose learners keep to the rate by themselves."""
     is_lockstep = cell.mode == "diloco"
     settings: Mapping[str, object] = {"fragments.sync_period_steps": 1} if is_lockstep else HURRY

@@ -76,7 +76,7 @@ COLUMNS: Final = (
 
 
 @dataclass(frozen=True)
-class Cell:
+class PeersCell:
     """One system on one line."""
 
     what: str
@@ -102,12 +102,12 @@ def peers(*, short: Short = False, json: Json = None, system: tuple[str, ...] = 
     rates = ("100Mbit/s",) if short else ("1Gbit/s", "100Mbit/s")
     seconds = 5.0 if short else 20.0
     cells = [
-        Cell("exchange", name, rate, 1 << 20 if short else 1 << 24, seconds)
+        PeersCell("exchange", name, rate, 1 << 20 if short else 1 << 24, seconds)
         for rate in rates
         for name in SYSTEMS
     ]
     cells += [
-        Cell("computing", name, rate, 1 << 20 if short else PUBLISHED_PARAMS, seconds, period)
+        PeersCell("computing", name, rate, 1 << 20 if short else PUBLISHED_PARAMS, seconds, period)
         for period, shares in PUBLISHED_PERCENT.items()
         for rate in shares
         for name in SYSTEMS[:2]
@@ -117,7 +117,7 @@ def peers(*, short: Short = False, json: Json = None, system: tuple[str, ...] = 
     bench("peers", chosen, measure, COLUMNS, headline, json=json)
 
 
-def measure(cell: Cell) -> Row:
+def measure(cell: PeersCell) -> Row:
     """A system that cannot be had, or does not get through, has a row that says why. Raises
     NarrowsError for a line that cannot be built."""
     if cell.system in ("lockstep", "decoupled"):
@@ -150,7 +150,7 @@ def headline(rows: Sequence[Row]) -> list[str]:
 # Narrows.
 
 
-def narrows(cell: Cell) -> Row:
+def narrows(cell: PeersCell) -> Row:
     """Seconds per exchange; where an H is asked for, also steps per second of a learner, over
     those of the same learners that exchange nothing."""
     is_lockstep = cell.system == "lockstep"
@@ -193,7 +193,7 @@ def undisturbed_steps_per_s(params: int, seconds: float) -> float:
 # Other systems.
 
 
-def averaged(cell: Cell, python: Path) -> Row:
+def averaged(cell: PeersCell, python: Path) -> Row:
     """Median seconds of the slower member of an exchange, or a note why there are none."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     environ |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}

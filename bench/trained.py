@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from narrows.bench.quality import Cell
+from narrows.bench.quality_cells import QualityCell
 from narrows.bench.reference.gpt import GPT, PRESETS, learning_rate, make_optimizer
 from narrows.bench.reference.text import Text, Tokens, load_text
 from narrows.bench.sim.run import Plan, Run, Site
@@ -29,7 +29,7 @@ WINDOWS: Final = 1024
 """Windows of validation text."""
 
 
-def train(cell: Cell, seed: int) -> tuple[float, float]:
+def train(cell: QualityCell, seed: int) -> tuple[float, float]:
     """Validation loss of a run's final model, and learners per merge."""
     torch.set_num_threads(1)
     preset = PRESETS[cell.preset]
@@ -57,7 +57,7 @@ def train(cell: Cell, seed: int) -> tuple[float, float]:
     return student.model.validation_loss(windows(cell)), contributors
 
 
-def train_data_parallel(cell: Cell, seed: int) -> float:
+def train_data_parallel(cell: QualityCell, seed: int) -> float:
     """Validation loss at equal tokens: each step learns from one batch of every learner."""
     torch.set_num_threads(1)
     preset = PRESETS[cell.preset]
@@ -78,7 +78,7 @@ def train_data_parallel(cell: Cell, seed: int) -> float:
 class Student:
     """One life of a learner, with the reference worker's model, text and schedule."""
 
-    def __init__(self, cell: Cell, site: Site) -> None:
+    def __init__(self, cell: QualityCell, site: Site) -> None:
         self._site = site
         self.preset = PRESETS[cell.preset]
         seed = site.run.plan.seed
@@ -130,6 +130,6 @@ def text() -> Text:
 
 
 @cache
-def windows(cell: Cell) -> Tokens:
+def windows(cell: QualityCell) -> Tokens:
     """Windows of validation text that every run is judged by."""
     return text().validation_windows(context=PRESETS[cell.preset].context, count=WINDOWS)

@@ -65,7 +65,7 @@ Found: TypeAlias = tuple[str, bool, Row]
 
 
 @dataclass(frozen=True)
-class Cell:
+class WanCell:
     """One promise, and what it is tried with."""
 
     promise: str
@@ -82,16 +82,16 @@ RATES: Final = {
     "1Gbit/s": (1, 2), "2Gbit/s": (2,),
 }  # fmt: skip
 CELLS: Final = (
-    *(Cell("budget", count, rate) for rate, counts in RATES.items() for count in counts),
-    *(Cell("far", 1, streams=streams) for streams in (1, 4)),
-    *(Cell("frozen", 2, rate, seconds=60.0) for rate in ("0", "20Mbit/s")),
-    Cell("relay", 8),
-    Cell("revoke", 4),
+    *(WanCell("budget", count, rate) for rate, counts in RATES.items() for count in counts),
+    *(WanCell("far", 1, streams=streams) for streams in (1, 4)),
+    *(WanCell("frozen", 2, rate, seconds=60.0) for rate in ("0", "20Mbit/s")),
+    WanCell("relay", 8),
+    WanCell("revoke", 4),
 )
 SHORT: Final = (
-    Cell("budget", 2, "20Mbit/s", seconds=4.0),
-    Cell("frozen", seconds=8.0),
-    Cell("revoke", 3, seconds=4.0),
+    WanCell("budget", 2, "20Mbit/s", seconds=4.0),
+    WanCell("frozen", seconds=8.0),
+    WanCell("revoke", 3, seconds=4.0),
 )
 
 
@@ -110,7 +110,7 @@ def wan(*, short: Short = False, json: Json = None, only: tuple[str, ...] = ()) 
     bench("wan", cells, measure, COLUMNS, headline, json=json)
 
 
-def measure(cell: Cell) -> Row:
+def measure(cell: WanCell) -> Row:
     """`held` says whether `found` is what is `asked`. Raises NarrowsError for a line that cannot be
     built."""
     promises = {
@@ -133,7 +133,7 @@ def headline(rows: Sequence[Row]) -> list[str]:
 # The promises.
 
 
-def _budget(cell: Cell) -> Found:
+def _budget(cell: WanCell) -> Found:
     rate = float(BitRate.parse(cell.rate))
     is_heavy = rate >= PLAIN_FROM_BITS_PER_S
     elements = TRANSFER_S * rate / cell.learners / (32 if is_heavy else 3)
@@ -160,7 +160,7 @@ def _budget(cell: Cell) -> Found:
     return found, held, {"params": params, "mean_shares": means, "peak_shares": peaks}
 
 
-def _far(cell: Cell) -> Found:
+def _far(cell: WanCell) -> Found:
     """Publications to one learner; then a joiner's first copy, when nothing else crosses."""
     rate = float(BitRate.parse(FAR_RATE))
     settings = {"wan.streams": cell.streams, "fragments.count": FAR_FRAGMENTS, **HURRY, **PLAIN}
@@ -184,7 +184,7 @@ def _far(cell: Cell) -> Found:
     return found, held, {"publication_share": shares[0], "copy_share": shares[1]}
 
 
-def _frozen(cell: Cell) -> Found:
+def _frozen(cell: WanCell) -> Found:
     marks: list[float] = []
     with Run() as run:
         _serve(run, cell, {"wan.total_up": cell.rate, "wan.total_down": cell.rate, **HURRY})
@@ -208,7 +208,7 @@ def _frozen(cell: Cell) -> Found:
     return found, held, {"rounds_per_s": rates, "lost": lost, "longest_pause_s": pause_s}
 
 
-def _relay(cell: Cell) -> Found:
+def _relay(cell: WanCell) -> Found:
     """The learners of two sites, all at the far end of one line, so that it carries for both."""
     down: list[float] = []
     for relays in (0, 2):
@@ -233,7 +233,7 @@ def _relay(cell: Cell) -> Found:
     return found, held, {"down_bytes_per_byte": down, "times_fewer": fewer}
 
 
-def _revoke(cell: Cell) -> Found:
+def _revoke(cell: WanCell) -> Found:
     with Run() as run:
         keys = run.make_keys(numbered(TOY.name, cell.learners))
         _serve(run, cell, {"fragments.sync_period_steps": REVOKED_PERIOD_STEPS})
@@ -269,12 +269,12 @@ def _revoke(cell: Cell) -> Found:
 # What they share.
 
 
-def _serve(run: Run, cell: Cell, settings: Mapping[str, object]) -> None:
+def _serve(run: Run, cell: WanCell, settings: Mapping[str, object]) -> None:
     plain = {"run.learners_at_start": cell.learners, "fragments.count": FRAGMENTS}
     run.broker({**plain, **settings})
 
 
-def _join(run: Run, cell: Cell, like: Toy = TOY) -> list[str]:
+def _join(run: Run, cell: WanCell, like: Toy = TOY) -> list[str]:
     """Starts the cell's number of toys; their names, once all have joined."""
     names = run.toys(like, cell.learners)
     run.wait_joined(names)

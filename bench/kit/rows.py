@@ -32,7 +32,7 @@ WIDTH: Final = 140
 Short: TypeAlias = Annotated[bool, Parameter(help="Fewer or shorter cells: minutes, not hours.")]
 Json: TypeAlias = Annotated[Path | None, Parameter(name="--json", help="File for the rows.")]
 Row: TypeAlias = dict[str, Any]
-Cell = TypeVar("Cell")
+AnyCell = TypeVar("AnyCell")
 
 
 class Column(NamedTuple):
@@ -46,8 +46,8 @@ class Column(NamedTuple):
 
 def bench(
     name: str,
-    cells: Sequence[Cell],
-    measure: Callable[[Cell], Mapping[str, Any]],
+    cells: Sequence[AnyCell],
+    measure: Callable[[AnyCell], Mapping[str, Any]],
     columns: Sequence[Column],
     headline: Callable[[Sequence[Row]], Sequence[str]],
     *,

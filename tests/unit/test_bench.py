@@ -40,6 +40,7 @@ from narrows.bench.demo import SPARKS, SPARKS_MAX, STEP_TOKENS, Story, View, dem
 from narrows.bench.kit import rows
 from narrows.bench.kit.line import Sample, available, ip, peak_bits_per_s
 from narrows.bench.kit.run import TENSORS, WIDTH, Run
+from narrows.bench.quality_cells import QualityCell
 from narrows.bench.reference import worker
 from narrows.bench.reference.gpt import GPT, PRESETS, learning_rate, make_optimizer
 from narrows.bench.reference.text import SECTION_BYTES, SIDE_BYTES_MIN, Text, load_text
@@ -123,7 +124,7 @@ def test_published_figures_come_out_of_the_arithmetic() -> None:
 
 def test_a_codec_is_worth_its_bits() -> None:
     def row(data: str, name: str, rho: float | None) -> rows.Row:
-        return codec.measure(codec.Cell(data, name, rho, 1 << 16))
+        return codec.measure(codec.CodecCell(data, name, rho, 1 << 16))
 
     gaussian = row("gaussian", "int4-zstd", 0.5)
     assert 0 < gaussian["bits_per_param"] - gaussian["gaussian_bound_bits"] < 0.5
@@ -172,7 +173,7 @@ def test_a_run_says_which_process_has_died_and_why() -> None:
 
 @pytest.mark.real
 def test_the_loop_is_measured_by_stage() -> None:
-    row = loop.measure(loop.Cell("decoupled", "0", PARAMS, 0.5))
+    row = loop.measure(loop.LoopCell("decoupled", "0", PARAMS, 0.5))
     assert row["rounds_per_s"] > 0 and row["pushes_per_round"] == loop.LEARNERS
     assert row["exchange_s"] == pytest.approx(loop.FRAGMENTS / row["rounds_per_s"])
     assert row["learner_training_ns"] > 0 and row["broker_loop_ns"] >= 0
@@ -183,7 +184,7 @@ def test_the_loop_is_measured_by_stage() -> None:
 
 @pytest.mark.real
 def test_bandwidth_counts_frames_and_the_line() -> None:
-    row = bandwidth.measure(bandwidth.Cell(0.5), steps=40)
+    row = bandwidth.measure(bandwidth.BandwidthCell(0.5), steps=40)
     assert 2 < row["payload_up_bits_per_param"] < 4 and 2 < row["payload_down_bits_per_param"] < 4
     assert row["wire_up_bits_per_param"] > 2
     assert (row["line_up_bits_per_param"] is not None) == available()
@@ -201,14 +202,14 @@ def test_kills_lose_nothing_and_what_is_lost_is_found(monkeypatch: pytest.Monkey
         return compare(state, seen)
 
     monkeypatch.setattr(chaos, "compare", also_spoilt)
-    row = chaos.measure(chaos.Cell(kills=3, seed=1))
+    row = chaos.measure(chaos.ChaosCell(kills=3, seed=1))
     assert row["problems"] == [] and row["copies_seen"] > 0
     assert row["kills_at_places"] == 1 and row["rounds_replayed"] == row["rounds"] > 0
 
 
 @pytest.mark.real
 def test_shares_are_measured_while_a_learner_is_away() -> None:
-    row = fairness.measure(fairness.Cell((0.005, 0.02), minutes=0.06))
+    row = fairness.measure(fairness.FairnessCell((0.005, 0.02), minutes=0.06))
     for name in ("calm", "rough"):
         # Facts of a toy may be some steps old.
         assert all(0 < share < 1.05 for share in row[f"{name}_shares"]), row
@@ -223,15 +224,15 @@ def test_shares_are_measured_while_a_learner_is_away() -> None:
 @pytest.mark.real
 def test_promises_of_a_line_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wan, "TRANSFER_S", 0.02)  # Else first copies would take a while.
-    frozen = wan.measure(wan.Cell("frozen", seconds=4.0))
+    frozen = wan.measure(wan.WanCell("frozen", seconds=4.0))
     assert max(frozen["rounds_per_s"]) > 0 and frozen["longest_pause_s"] > 0, frozen
-    revoked = wan.measure(wan.Cell("revoke", 2, seconds=1.0))
+    revoked = wan.measure(wan.WanCell("revoke", 2, seconds=1.0))
     assert revoked["copies_after"] == 0 and 0 < revoked["pause_s"] < wan.LOOKED_S, revoked
     assert revoked["behind_periods"] < 2, revoked
     broken = {"promise": "far", "rate": "0", "learners": 1, **frozen, "held": "NO"}
     assert wan.headline([broken])[0] == "0 of 1 held"
     if available():
-        row = wan.measure(wan.Cell("budget", 2, "20Mbit/s", seconds=1.5))
+        row = wan.measure(wan.WanCell("budget", 2, "20Mbit/s", seconds=1.5))
         assert 0 < max(row["mean_shares"]) <= 1.05, row
 
 
@@ -257,13 +258,13 @@ def test_a_restarted_job_repeats_what_its_checkpoint_lacks() -> None:
 
 @pytest.mark.parametrize(("method", "percent"), [("data parallel", 27), ("elastic", 58)])
 def test_fitted_costs_give_the_published_cells(method: str, percent: int) -> None:
-    row = goodput.measure(goodput.Cell(method, 1, 1_200_000, days=2.0, steps=0))
+    row = goodput.measure(goodput.GoodputCell(method, 1, 1_200_000, days=2.0, steps=0))
     assert row["published_percent"] == percent
     assert row["model_percent"] == pytest.approx(percent, abs=2.5)
 
 
 def test_hosts_merge_what_the_course_lets_them_train() -> None:
-    cell = goodput.Cell("decoupled", 4, 1_200_000, days=0.1, steps=60)
+    cell = goodput.GoodputCell("decoupled", 4, 1_200_000, days=0.1, steps=60)
     row = goodput.measure(cell)
     assert 0.5 * row["made_percent"] < row["merged_percent"] <= 1.2 * row["made_percent"] < 120, row
     assert 1 <= row["contributors_mean"] <= 4
@@ -276,7 +277,7 @@ def test_excess_is_told_with_an_interval_of_its_pairs() -> None:
     assert row["excess_percent"] == pytest.approx(2.0)
     half = 12.706 * 2**0.5 / 2**0.5  # Standard deviation of 1% and 3%, over two pairs.
     assert row["low_percent"] == pytest.approx(2.0 - half) == 4.0 - row["high_percent"]
-    line = quality.headline([{**vars(quality.Cell("1:1")), **row}])[0]
+    line = quality.headline([{**vars(QualityCell("1:1")), **row}])[0]
     assert line.startswith("1:1, nobody dead, keep 0.5") and "+2.0%" in line
     with pytest.raises(ConfigError, match="--seeds"):
         quality.quality(seeds=1)
@@ -284,11 +285,11 @@ def test_excess_is_told_with_an_interval_of_its_pairs() -> None:
 
 def test_a_seed_decides_the_loss_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trained, "AWAY_PERIOD_S", 30.0)
-    cell = quality.Cell("1:1", dead="each", steps=40)
+    cell = QualityCell("1:1", dead="each", steps=40)
     loss, contributors = trained.train(cell, 1)
     assert 1.0 < loss < 5.6 and 1.0 <= contributors < 2.0
     assert trained.train(cell, 1) == (loss, contributors)
-    assert trained.train(quality.Cell("1:1", keep=0.7, steps=40), 1)[1] > contributors
+    assert trained.train(QualityCell("1:1", keep=0.7, steps=40), 1)[1] > contributors
     assert 1.0 < trained.train_data_parallel(cell, 1) < 5.6
 
 
@@ -296,7 +297,7 @@ def test_a_system_that_is_not_there_has_a_row_that_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "ENVIRONMENTS", tmp_path)
-    cell = peers.Cell("exchange", "torchft", "1Mbit/s", PARAMS, 1.0)
+    cell = peers.PeersCell("exchange", "torchft", "1Mbit/s", PARAMS, 1.0)
     row = peers.measure(cell)
     assert row["exchange_s"] is None and "bin/pip install torch torchft==" in row["note"], row
     assert "torchft -" in peers.headline([{**vars(cell), **row}])[0]
@@ -307,7 +308,7 @@ def test_a_system_that_is_not_there_has_a_row_that_says_how_to_get_it(
 @pytest.mark.parametrize("system", ["decoupled", "lockstep"])
 def test_learners_compute_and_exchange(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "PUBLISHED_STEP_S", 0.004)
-    row = peers.measure(peers.Cell("computing", system, "200Mbit/s", PARAMS, 0.5, 32))
+    row = peers.measure(peers.PeersCell("computing", system, "200Mbit/s", PARAMS, 0.5, 32))
     assert row["computing_percent"] > 0 and row["published_percent"] is None, row
     assert row["steps_per_exchange"] > 16 and row["exchange_s"] > 0, row
 
@@ -315,7 +316,7 @@ def test_learners_compute_and_exchange(system: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.real
 @pytest.mark.skipif(not available(), reason="root alone can build a line")
 def test_other_systems_are_timed_on_a_shaped_line() -> None:
-    cell = peers.Cell("exchange", "gloo", "20Mbit/s", 1 << 18, 1.0)
+    cell = peers.PeersCell("exchange", "gloo", "20Mbit/s", 1 << 18, 1.0)
     row = peers.averaged(cell, Path(sys.executable))
     assert row["exchange_s"] >= 0.9 * 16 * cell.params / 20e6, row  # All bits cross the line.
 
