@@ -40,8 +40,6 @@ LIFE_S_MAX: Final = 0.5
 """A broker that is killed from outside lives at most so long after its first version."""
 ANY: Final = "any"
 """The place of a kill from outside."""
-KILLS: Final = 100
-KILLS_SHORT: Final = 10
 
 COLUMNS: Final = (
     Column("kills", "kills"),
@@ -79,7 +77,7 @@ def chaos(*, short: Short = False, json: Json = None, kills: int = 0, seed: int 
     if kills < 0:
         raise ConfigError("--kills", expected=">= 0", got=str(kills))
     if kills == 0:
-        kills = KILLS_SHORT if short else KILLS
+        kills = 10 if short else 100
     rows = bench(
         "chaos", [ChaosCell(kills, seed)], measure, COLUMNS, headline, json=json, seed=seed
     )
@@ -182,14 +180,11 @@ def compare(state: Path, seen: Mapping[str, Sequence[Mapping[str, Any]]]) -> Row
 
 def headline(rows: Sequence[Row]) -> list[str]:
     """One line per run."""
-    lines = []
-    for row in rows:
-        verdict = next(iter(row["problems"]), "nothing was lost")
-        lines.append(
-            f"{row['kills']} kills, {row['rounds']:,} rounds, {row['copies_seen']:,} published "
-            f"copies compared: {verdict}"
-        )
-    return lines
+    return [
+        f"{row['kills']} kills, {row['rounds']:,} rounds, {row['copies_seen']:,} published copies "
+        f"compared: {next(iter(row['problems']), 'nothing was lost')}"
+        for row in rows
+    ]
 
 
 def _serve(run: Run) -> float:

@@ -22,7 +22,7 @@ from statistics import fmean, stdev
 from typing import Final
 
 from narrows.bench.kit.rows import Column, Json, Row, Short, bench
-from narrows.bench.quality_cells import QualityCell, equal_cells, short_cells, unequal_cells
+from narrows.bench.quality_cells import FOUR, TWO, QualityCell, equal_cells, unequal_cells
 from narrows.bench.reference.worker import need_torch
 from narrows.proto.errors import ConfigError
 
@@ -61,7 +61,7 @@ def quality(
     if not 2 <= seeds <= SEEDS_MAX:
         raise ConfigError("--seeds", expected=f"2 to {SEEDS_MAX}", got=str(seeds))
     if short:
-        cells = short_cells()
+        cells = [QualityCell(speeds, steps=200, seeds=2) for speeds in (TWO, FOUR)]
     elif unequal:
         cells = unequal_cells(seeds)
     else:

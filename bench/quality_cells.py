@@ -62,7 +62,3 @@ def unequal_cells(seeds: int) -> list[QualityCell]:
     """The mixes of UNEQUAL."""
     mixes = [QualityCell(speeds, dead=dead, seeds=seeds) for speeds, dead in UNEQUAL]
     return [replace(each, steps=UNEQUAL_BATCHES // each.learners) for each in mixes]
-
-
-def short_cells() -> list[QualityCell]:
-    return [QualityCell(speeds, steps=200, seeds=2) for speeds in (TWO, FOUR)]
