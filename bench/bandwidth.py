@@ -8,6 +8,7 @@ headers of all layers. First copies are not counted: a long run does not notice 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -67,20 +68,14 @@ def bandwidth(*, short: Short = False, json: Json = None) -> None:
 
 def measure(cell: BandwidthCell, *, steps: int = STEPS) -> Row:
     """One run; `line_...` are None without namespaces."""
-    if not available():
-        return _trained(cell, steps, None)
-    with Line() as line:
-        return _trained(cell, steps, line)
-
-
-def _trained(cell: BandwidthCell, steps: int, line: Line | None) -> Row:
     settings = {
         "run.learners_at_start": len(LEARNERS),
         "run.goal_tokens": steps * STEP_TOKENS * len(LEARNERS),
         "fragments.count": FRAGMENTS,
         "codec.rho": cell.rho,
     }
-    with Run(line=line) as run:
+    maybe_line = Line() if available() else nullcontext()
+    with maybe_line as line, Run(line=line) as run:
         run.broker(settings)
         for name in LEARNERS:
             run.learner(name, "tiny")

@@ -83,8 +83,12 @@ def chaos(*, short: Short = False, json: Json = None, kills: int = 0, seed: int 
     )
     problems = [problem for row in rows for problem in row["problems"]]
     if problems:
-        what = f"{len(problems)} things went wrong"
-        raise NarrowsError(ErrorCode.STATE_DAMAGED, what, expected="nothing", got=problems[0])
+        raise NarrowsError(
+            ErrorCode.STATE_DAMAGED,
+            f"{len(problems)} things went wrong",
+            expected="nothing",
+            got=problems[0],
+        )
 
 
 def measure(cell: ChaosCell) -> Row:

@@ -135,10 +135,12 @@ def _ours(fragment: Fragment, values: F32, name: CodecName, rho: float) -> Codin
     zeros = np.zeros_like(values)
 
     def encode() -> list[bytes]:
-        chunks = encode_push(
-            fragment, values, zeros, codec=name, rho=rho, chunk_elements=CHUNK_ELEMENTS
-        )
-        return [chunk.payload for chunk in chunks]
+        return [
+            chunk.payload
+            for chunk in encode_push(
+                fragment, values, zeros, codec=name, rho=rho, chunk_elements=CHUNK_ELEMENTS
+            )
+        ]
 
     payloads = encode()
 

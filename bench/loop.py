@@ -18,6 +18,7 @@ from narrows.proto.units import BitRate
 
 LEARNERS: Final = 2
 FRAGMENTS: Final = 4
+NAME_BY_MODE: Final = {"decoupled": "free running", "diloco": "in lockstep"}
 FRAGMENTS_BY_MODE: Final = {"decoupled": FRAGMENTS, "diloco": 1}
 MOVED_BY_MODE: Final = {"decoupled": 1, "diloco": TENSORS}
 """Tensors that a step of a toy moves. In lockstep a push holds one step, which must say something
@@ -86,8 +87,15 @@ def exchanging(
 ) -> Row:
     """Runs a broker and two such toys; returns rates over `seconds` or longer, in whole rounds."""
     fragments = FRAGMENTS_BY_MODE[mode]
-    cut = {"run.mode": mode, "fragments.count": fragments}
-    run.broker({"run.learners_at_start": LEARNERS, "merge.quorum": LEARNERS, **cut, **settings})
+    run.broker(
+        {
+            "run.learners_at_start": LEARNERS,
+            "run.mode": mode,
+            "merge.quorum": LEARNERS,
+            "fragments.count": fragments,
+            **settings,
+        }
+    )
     toys = run.toys(toy, LEARNERS)
     run.wait_merges(ROUNDS_BEFORE * fragments)
 
@@ -119,17 +127,20 @@ def exchanging(
 
 def headline(rows: Sequence[Row]) -> list[str]:
     """A line for the first row of each mode, the one without a limit."""
-    lines: list[str] = []
-    for mode, what in (("decoupled", "free running"), ("diloco", "in lockstep")):
-        for row in [each for each in rows if each["mode"] == mode][:1]:
-            broker = sum(value for key, value in row.items() if key.startswith("broker_"))
-            learner = sum(value for key, value in row.items() if key.startswith("learner_"))
-            lines.append(
-                f"{what}: {row['rounds_per_s']:.1f} rounds/s, {row['exchange_s']:.3f} s per "
-                f"exchange of {row['params'] / 1e6:.1f} M parameters; CPU ns per parameter and "
-                f"round: broker {broker:.1f}, learner {learner:.1f}"
-            )
-    return lines
+    first: dict[str, Row] = {}
+    for row in rows:
+        first.setdefault(row["mode"], row)
+    return [
+        f"{NAME_BY_MODE[mode]}: {row['rounds_per_s']:.1f} rounds/s, {row['exchange_s']:.3f} s per"
+        f" exchange of {row['params'] / 1e6:.1f} M parameters; CPU ns per parameter and round:"
+        f" broker {_total(row, 'broker_'):.1f}, learner {_total(row, 'learner_'):.1f}"
+        for mode, row in first.items()
+    ]
+
+
+def _total(row: Row, stages: str) -> float:
+    """The sum of the values whose keys begin so."""
+    return float(sum(value for key, value in row.items() if key.startswith(stages)))
 
 
 def _spent(run: Run, toys: Sequence[str]) -> dict[str, float]:

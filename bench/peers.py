@@ -156,8 +156,11 @@ def measure(cell: PeersCell) -> Row:
     folder = ENVIRONMENTS / cell.system
     python = folder / "bin" / "python"
     if not python.exists():
-        make = f"python -m venv {folder}; {folder}/bin/pip install torch {PINS[cell.system]}"
-        return {"exchange_s": None, "note": f"not installed: {make}"}
+        return {
+            "exchange_s": None,
+            "note": f"not installed: python -m venv {folder};"
+            f" {folder}/bin/pip install torch {PINS[cell.system]}",
+        }
     return averaged(cell, python)
 
 
@@ -184,23 +187,22 @@ def narrows(cell: PeersCell) -> Row:
     """Seconds per exchange. With an H also the share of the time in which a learner computes: its
     steps per second over those of the same learners that exchange nothing."""
     mode = OURS[cell.system]
-    asked_steps = cell.sync_period_steps
-    if asked_steps is None:
+    if cell.sync_period_steps is None:
         # One step for each fragment, so that something always waits to be sent.
         period_steps = loop.FRAGMENTS_BY_MODE[mode]
         toy = Toy("toy", cell.params, moved=loop.MOVED_BY_MODE[mode])
     else:
-        period_steps = asked_steps
+        period_steps = cell.sync_period_steps
         toy = Toy("toy", cell.params, PUBLISHED_STEP_S)
     settings = {"fragments.sync_period_steps": period_steps}
     with Line(loop.LEARNERS * float(BitRate.parse(cell.rate))) as line, Run(line=line) as run:
         made = loop.exchanging(run, mode, settings, toy, cell.seconds)
     row: Row = {"exchange_s": made["exchange_s"], "note": ""}
-    if asked_steps is None:
+    if cell.sync_period_steps is None:
         return row
 
     undisturbed = undisturbed_steps_per_s(cell.params, cell.seconds)
-    published = PUBLISHED_PERCENT[asked_steps][cell.rate]
+    published = PUBLISHED_PERCENT[period_steps][cell.rate]
     return row | {
         "steps_per_exchange": made["steps_per_s"] * made["exchange_s"],
         "computing_percent": 100 * made["steps_per_s"] / undisturbed,
@@ -211,9 +213,13 @@ def narrows(cell: PeersCell) -> Row:
 @cache
 def undisturbed_steps_per_s(params: int, seconds: float) -> float:
     """Steps per second of a learner while nobody exchanges anything."""
-    never = {"fragments.sync_period_steps": NEVER_STEPS}
     with Run() as run:
-        run.broker({"run.learners_at_start": loop.LEARNERS, **never})
+        run.broker(
+            {
+                "run.learners_at_start": loop.LEARNERS,
+                "fragments.sync_period_steps": NEVER_STEPS,
+            }
+        )
         names = run.toys(Toy("toy", params, PUBLISHED_STEP_S), loop.LEARNERS)
         run.wait_until(lambda: all(map(run.facts, names)), "all to join", *run.running)
         began_s = time.monotonic()

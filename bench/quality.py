@@ -79,8 +79,10 @@ def measure(pool: Executor, cell: QualityCell) -> Row:
     equals = replace(cell, speeds=":".join("1" * cell.learners), keep=0.5, dead="nobody")
     references = data_parallel(pool, equals)
     runs = [each.result() for each in jobs]
-    row = compared([loss for loss, _ in runs], references)
-    return {**row, "contributors_mean": fmean(contributors for _, contributors in runs)}
+    return {
+        **compared([loss for loss, _ in runs], references),
+        "contributors_mean": fmean(contributors for _, contributors in runs),
+    }
 
 
 @cache

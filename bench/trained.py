@@ -1,4 +1,7 @@
-"""One run of `narrows bench quality`: learners that train the reference GPT in virtual time."""
+"""One run of `narrows bench quality`: learners that train the reference GPT in virtual time.
+
+Importing this module loads PyTorch, which takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,13 @@ from narrows.learner.parameters import Parameters
 from narrows.learner.session import Session
 
 STEP_S: Final = 1.0
-"""Virtual seconds of a step of the fastest learner: delays of the line and of workers are a few
-percent of it."""
+"""Virtual seconds of a step of the fastest learner. Delays of the line and of workers are a few
+percent of that."""
 NOISE: Final = 0.1
 """Largest deviation of a step's time, as a share of it."""
 AWAY_PERIOD_S: Final = 200.0
-"""A learner that is dead half of the time is away once in each, one learner after the other."""
+"""A learner that is dead half of the time dies once in each such period, one learner after the
+other."""
 WINDOWS: Final = 1024
 """Windows of validation text."""
 
@@ -52,7 +56,8 @@ def train(cell: QualityCell, seed: int) -> tuple[float, float]:
         run = Run(plan, Path(folder))
         run.until(plan.ends)
         contributors = run.contributors_mean()
-    (student, *_) = (site.trainee for site in run.sites if site.host.session.final)
+    # At the end of a run all learners that are alive hold the same model.
+    student = next(site.trainee for site in run.sites if site.host.session.final)
     assert isinstance(student, Student)
     return student.model.validation_loss(windows(cell)), contributors
 
@@ -69,6 +74,7 @@ def train_data_parallel(cell: QualityCell, seed: int) -> float:
     ]
     for step in range(cell.steps):
         rate = learning_rate(step / cell.steps, step, preset.peak_learning_rate)
+        # One batch of each learner, which together are the batch of this step.
         batches = zip(*(next(reader) for reader in readers), strict=True)
         x, y = (np.concatenate(parts) for parts in batches)
         optimize(model, optimizer, rate, x, y)
@@ -94,19 +100,24 @@ class Student:
 
     def step(self, session: Session, now: float) -> int:
         settings = session.settings
-        preset = self.preset
         run_tokens = session.run_tokens(now)
         run_step = run_tokens / settings.tokens_per_run_step
-        if not self._steps:  # It begins where the run stands, as the reference worker does.
-            if any(part.base > 0 for part in session.parts):  # Its optimizer's moments are new.
-                session.ramp_steps = ramp_steps([self.optimizer])
+        if self._steps == 0:
+            # It begins where the run stands, as the reference worker does.
             self._batches = text().tokens(
-                batch=preset.batch, context=preset.context, order=self._order, skip=int(run_step)
+                batch=self.preset.batch,
+                context=self.preset.context,
+                order=self._order,
+                skip=int(run_step),
             )
+            if any(part.base > 0 for part in session.parts):
+                # It joins a run that has begun, and the moments of its optimizer are new.
+                session.ramp_steps = ramp_steps([self.optimizer])
         self._steps += 1
-        rate = learning_rate(
-            run_tokens / settings.goal_tokens, run_step, preset.peak_learning_rate
-        ) * min(1.0, self._steps / max(1, session.ramp_steps))
+
+        progress = run_tokens / settings.goal_tokens
+        rate = learning_rate(progress, run_step, self.preset.peak_learning_rate)
+        rate *= min(1.0, self._steps / max(1, session.ramp_steps))
         x, y = next(self._batches)
         optimize(self.model, self.optimizer, rate, x, y)
         return int(x.size)
@@ -115,7 +126,7 @@ class Student:
 def optimize(
     model: GPT, optimizer: torch.optim.Optimizer, rate: float, x: Tokens, y: Tokens
 ) -> None:
-    """One step with a batch."""
+    """Makes one step with a batch."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     model.loss(torch.from_numpy(x), torch.from_numpy(y)).backward()  # type: ignore[no-untyped-call]
@@ -131,5 +142,5 @@ def text() -> Text:
 
 @cache
 def windows(cell: QualityCell) -> Tokens:
-    """Windows of validation text that every run is judged by."""
+    """The windows of validation text that judge every run."""
     return text().validation_windows(context=PRESETS[cell.preset].context, count=WINDOWS)

@@ -35,8 +35,6 @@ PLAIN: Final = {"codec.push": "f32-blosc2", "codec.publish": "f32-blosc2"}
 """Settings with ten times as many bits for the same work: with the default codecs two cores cannot
 fill a fast line."""
 PLAIN_FROM_BITS_PER_S: Final = 100e6
-BITS_PER_PARAM: Final = 3
-BITS_PER_PLAIN_PARAM: Final = 32
 
 TRIP_S: Final = 0.1
 FAR_RATE: Final = "1Gbit/s"
@@ -62,8 +60,9 @@ ASKED: Final = {
 UNPRIVILEGED: Final = {"frozen", "revoke"}
 """Promises that need no network namespaces."""
 
-SHOWN: Final = ("promise", "rate", "learners", "asked", "found", "held")
-COLUMNS: Final = tuple(Column(key, key) for key in SHOWN)
+COLUMNS: Final = tuple(
+    Column(key, key) for key in ("promise", "rate", "learners", "asked", "found", "held")
+)
 
 Found: TypeAlias = tuple[str, bool, Row]
 """The figures in words, whether they are what is asked, and the figures."""
@@ -108,8 +107,7 @@ def wan(*, short: Short = False, json: Json = None, only: tuple[str, ...] = ()) 
     only
         Names of promises (budget, far, frozen, relay, revoke); without it all. Repeatable.
     """
-    wanted = only or tuple(ASKED)
-    cells = [each for each in (SHORT if short else CELLS) if each.promise in wanted]
+    cells = [each for each in (SHORT if short else CELLS) if each.promise in (only or ASKED)]
     if not available() and {each.promise for each in cells} - UNPRIVILEGED:
         print("budget, far and relay are left out: only root can build a line, and with `ip`")
         cells = [each for each in cells if each.promise in UNPRIVILEGED]
@@ -125,8 +123,12 @@ def measure(cell: WanCell) -> Row:
         "budget": _budget, "far": _far, "frozen": _frozen, "relay": _relay, "revoke": _revoke,
     }  # fmt: skip
     found, held, figures = promises[cell.promise](cell)
-    said = {"asked": ASKED[cell.promise], "found": found, "held": "yes" if held else "NO"}
-    return {**said, **figures}
+    return {
+        "asked": ASKED[cell.promise],
+        "found": found,
+        "held": "yes" if held else "NO",
+        **figures,
+    }
 
 
 def headline(rows: Sequence[Row]) -> list[str]:
@@ -145,7 +147,7 @@ def _budget(cell: WanCell) -> Found:
     rate = float(BitRate.parse(cell.rate))
     is_plain = rate >= PLAIN_FROM_BITS_PER_S
     codecs = PLAIN if is_plain else {}
-    bits_per_param = BITS_PER_PLAIN_PARAM if is_plain else BITS_PER_PARAM
+    bits_per_param = 32 if is_plain else 3
     elements = TRANSFER_S * rate / cell.learners / bits_per_param
     unit = TENSORS * WIDTH
     params = min(PARAMS_MAX, unit * (1 + int(FRAGMENTS * elements / unit)))
@@ -189,8 +191,11 @@ def _far(cell: WanCell) -> Found:
         publications = _busy_share(line.samples[joined:killed], rate)
         copy = _busy_share(line.samples[killed:], rate)
     found = f"{cell.streams} streams: publications {publications:.2f}, first copy {copy:.2f}"
-    held = min(publications, copy) >= 0.9
-    return found, held, {"publication_share": publications, "copy_share": copy}
+    return (
+        found,
+        min(publications, copy) >= 0.9,
+        {"publication_share": publications, "copy_share": copy},
+    )
 
 
 def _busy_share(samples: Sequence[Sample], rate: float) -> float:
@@ -229,8 +234,7 @@ def _frozen(cell: WanCell) -> Found:
         f"rounds/s {before:.1f}, then {noticing:.1f}, {beside:.1f}, after {after:.1f};"
         f" longest pause {pause_s:.1f} s"
     )
-    held = lost <= 0.05
-    return found, held, {"rounds_per_s": rates, "lost": lost, "longest_pause_s": pause_s}
+    return found, lost <= 0.05, {"rounds_per_s": rates, "lost": lost, "longest_pause_s": pause_s}
 
 
 def _relay(cell: WanCell) -> Found:
@@ -241,8 +245,11 @@ def _relay(cell: WanCell) -> Found:
     found = (
         f"{direct:.2f} bytes per byte published, {relayed:.2f} with relays: {fewer:.2f} times fewer"
     )
-    held = fewer >= 3.5
-    return found, held, {"down_bytes_per_byte": [direct, relayed], "times_fewer": fewer}
+    return (
+        found,
+        fewer >= 3.5,
+        {"down_bytes_per_byte": [direct, relayed], "times_fewer": fewer},
+    )
 
 
 def _down_bytes(cell: WanCell, *, relays: int) -> float:
@@ -260,7 +267,7 @@ def _down_bytes(cell: WanCell, *, relays: int) -> float:
         first = line.read()
         run.wait(cell.seconds)
         published = sum(each["published_bytes"] for each in run.merges()[merges:])
-        return (line.read().down - first.down) / published
+        return float((line.read().down - first.down) / published)
 
 
 def _revoke(cell: WanCell) -> Found:
@@ -272,8 +279,9 @@ def _revoke(cell: WanCell) -> Found:
         run.wait(cell.seconds)
         AllowList.revoke(keys, gone)
         run.wait(max(LOOKED_S, cell.seconds))
-        notes = run.events("broker", "note")
-        revoked = next(each["time_s"] for each in notes if each["kind"] == "revoked")
+        revoked = next(
+            note["time_s"] for note in run.events("broker", "note") if note["kind"] == "revoked"
+        )
         logged, merged = run.account(others)
         at = {n: [each["time_s"] for each in run.installed(n)] for n in (gone, *others)}
 
@@ -304,9 +312,8 @@ def _revoke(cell: WanCell) -> Found:
 
 
 def _serve(run: Run, cell: WanCell, settings: Mapping[str, object]) -> None:
-    """Starts the broker; `settings` come before those that all promises share."""
-    shared = {"run.learners_at_start": cell.learners, "fragments.count": FRAGMENTS}
-    run.broker({**shared, **settings})
+    """Starts the broker; `settings` outdo those that all promises share."""
+    run.broker({"run.learners_at_start": cell.learners, "fragments.count": FRAGMENTS, **settings})
 
 
 def _join(run: Run, cell: WanCell, like: Toy = TOY) -> list[str]:

@@ -64,12 +64,12 @@ def bench(
     console.width = max(console.width, WIDTH)
     try:
         for number, cell in enumerate(cells, 1):
-            started = time.monotonic()
+            started_s = time.monotonic()
             key = asdict(cell)  # type: ignore[call-overload]
             rows.append({**key, **measure(cell)})
             what = " ".join(f"{field}={value}" for field, value in key.items())
-            took_s = time.monotonic() - started
-            console.print(f"{number}/{len(cells)}  {what}  {took_s:.1f} s", style="dim")
+            took = f"{time.monotonic() - started_s:.1f} s"
+            console.print(f"{number}/{len(cells)}  {what}  {took}", style="dim")
     finally:
         if json is not None:
             write(json, name, rows, seed)
@@ -108,11 +108,15 @@ def write(path: Path, name: str, rows: Sequence[Mapping[str, Any]], seed: int) -
 
 def commit() -> str:
     """The commit as `git describe --always --dirty` names it; "" outside a checkout."""
-    command = ["git", "describe", "--always", "--dirty"]
     # An installed package may lie inside another repository, whose commit would say nothing.
     if (CHECKOUT / ".git").exists():
         with suppress(OSError):
-            done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
+            done = subprocess.run(
+                ["git", "describe", "--always", "--dirty"],
+                cwd=CHECKOUT,
+                capture_output=True,
+                text=True,
+            )
             return done.stdout.strip()
     return ""
 
