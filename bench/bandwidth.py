@@ -81,7 +81,7 @@ def measure(cell: BandwidthCell, *, steps: int = STEPS) -> Row:
             run.learner(name, "tiny")
         run.wait_joined(LEARNERS)
 
-        # All first copies have arrived: what counts begins here.
+        # All first copies have arrived: now counting begins.
         before = run.ask("status", run.address, "--json")
         first = _counters(line)
         for name in ("broker", *LEARNERS):

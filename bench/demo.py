@@ -41,7 +41,7 @@ RETURN_AT: Final = 0.6
 """Shares of the run at which a learner is killed and started again."""
 ROOM: Final = 1.5
 """If the rest of the run is shorter than so many times the start of a run, the killed learner is
-started at once: else the run would end before it is back."""
+started before RETURN_AT: later it would not be back before the end."""
 DEAD_S: Final = 1.0
 """It stays dead so long at least, so that somebody can see it."""
 
@@ -213,7 +213,7 @@ class Story:
         return min(1.0, float(status["run_tokens"]) / self.goal_tokens)
 
     def tell(self) -> str:
-        """What has happened to the victim, in words; "" before it is killed."""
+        """Tells what has happened to the victim, in words; "" before it is killed."""
         if self.killed_at is None:
             return ""
         if self.returned_at is None:

@@ -68,7 +68,7 @@ def fairness(*, short: Short = False, json: Json = None) -> None:
 
 
 def measure(cell: FairnessCell) -> Row:
-    """One calm and one rough run of a mix, at the same time."""
+    """Makes the calm and the rough run of a mix at the same time."""
     toys = [
         Toy(f"learner-{index}", PARAMS, step_s=step_s, seed=index)
         for index, step_s in enumerate(cell.step_s)
@@ -86,7 +86,7 @@ def measure(cell: FairnessCell) -> Row:
         for run in (calm, rough):
             run.wait_merges(1)
 
-        # Three thirds of the time: before, with the slowest learner away, and after.
+        # A third of the time is calm. Then the slowest learner is away, and the rest is calm again.
         seconds = 60 * cell.minutes
         slowest = toys[-1].name
         away_s = min(AWAY_S_MAX, seconds / 3)

@@ -58,7 +58,7 @@ class LoopCell:
     mode: str
     """decoupled: four fragments, rounds overlap. diloco: the whole model at once, in lockstep."""
     rate: str
-    """As a setting: "1Gbit/s"; "0": no limit."""
+    """As it stands in a setting: "1Gbit/s"; "0": no limit."""
     params: int
     seconds: float
     """Time that is measured."""

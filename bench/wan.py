@@ -42,7 +42,7 @@ FAR_PARAMS: Final = 1 << 25
 FAR_FRAGMENTS: Final = 2
 
 NOTICED_S: Final = 5.0
-"""By then the broker has stopped to wait for a learner that stands still."""
+"""By then the broker no longer waits for a learner that stands still."""
 LOOKED_S: Final = 2.5
 """By then a running broker has read its changed allow list."""
 ON_ITS_WAY_S: Final = 0.25
@@ -153,8 +153,8 @@ def _budget(cell: WanCell) -> Found:
     params = min(PARAMS_MAX, unit * (1 + int(FRAGMENTS * elements / unit)))
 
     # One way at a time: with both limited a round crosses one line after the other, and neither is
-    # full. With a quorum of all, every round has everybody's push: else more would be published
-    # than pushed.
+    # full. With a quorum of all, every round has a push of each learner; with fewer pushes more
+    # would be published than pushed.
     means = list[float]()
     peaks = list[float]()
     for way in ("up", "down"):
@@ -308,7 +308,7 @@ def _revoke(cell: WanCell) -> Found:
     return found, held, {"pause_s": pause_s, "copies_after": late, "behind_periods": behind}
 
 
-# What they share.
+# What all promises share.
 
 
 def _serve(run: Run, cell: WanCell, settings: Mapping[str, object]) -> None:
