@@ -5,6 +5,7 @@ import pytest
 
 from narrows.bench import codec, goodput, quality, trained
 from narrows.bench.kit import rows
+from narrows.bench.quality_cells import QualityCell
 from narrows.proto.errors import ConfigError
 
 
@@ -12,7 +13,7 @@ def test_a_codec_is_worth_its_bits() -> None:
     """Holds `codec.measure`."""
 
     def row(data: str, name: str, rho: float | None) -> rows.Row:
-        return codec.measure(codec.Cell(data, name, rho, 1 << 16))
+        return codec.measure(codec.CodecCell(data, name, rho, 1 << 16))
 
     gaussian = row("gaussian", "int4-zstd", 0.5)
     assert 0 < gaussian["bits_per_param"] - gaussian["gaussian_bound_bits"] < 0.5
@@ -48,14 +49,14 @@ def test_a_restarted_job_repeats_what_its_checkpoint_lacks() -> None:
 @pytest.mark.parametrize(("method", "percent"), [("data parallel", 27), ("elastic", 58)])
 def test_fitted_costs_give_the_published_cells(method: str, percent: int) -> None:
     """Holds `goodput.measure`."""
-    row = goodput.measure(goodput.Cell(method, 1, 1_200_000, days=2.0, steps=0))
+    row = goodput.measure(goodput.GoodputCell(method, 1, 1_200_000, days=2.0, steps=0))
     assert row["published_percent"] == percent
     assert row["model_percent"] == pytest.approx(percent, abs=2.5)
 
 
 def test_hosts_merge_what_the_course_lets_them_train() -> None:
     """Holds `goodput.measure`."""
-    cell = goodput.Cell("decoupled", 4, 1_200_000, days=0.1, steps=60)
+    cell = goodput.GoodputCell("decoupled", 4, 1_200_000, days=0.1, steps=60)
     row = goodput.measure(cell)
     assert 0.5 * row["made_percent"] < row["merged_percent"] <= 1.2 * row["made_percent"] < 120, row
     assert 1 <= row["contributors_mean"] <= 4
@@ -69,7 +70,7 @@ def test_excess_is_told_with_an_interval_of_its_pairs() -> None:
     assert row["excess_percent"] == pytest.approx(2.0)
     half = 12.706 * 2**0.5 / 2**0.5  # Standard deviation of 1% and 3%, over two pairs.
     assert row["low_percent"] == pytest.approx(2.0 - half) == 4.0 - row["high_percent"]
-    line = quality.headline([{**vars(quality.Cell("1:1")), **row}])[0]
+    line = quality.headline([{**vars(QualityCell("1:1")), **row}])[0]
     assert line.startswith("1:1, nobody dead, keep 0.5") and "+2.0%" in line
     with pytest.raises(ConfigError, match="--seeds"):
         quality.quality(seeds=1)
@@ -78,9 +79,9 @@ def test_excess_is_told_with_an_interval_of_its_pairs() -> None:
 def test_a_seed_decides_the_loss_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Holds `trained.train`."""
     monkeypatch.setattr(trained, "AWAY_PERIOD_S", 30.0)
-    cell = quality.Cell("1:1", dead="each", steps=40)
+    cell = QualityCell("1:1", dead="each", steps=40)
     loss, contributors = trained.train(cell, 1)
     assert 1.0 < loss < 5.6 and 1.0 <= contributors < 2.0
     assert trained.train(cell, 1) == (loss, contributors)
-    assert trained.train(quality.Cell("1:1", keep=0.7, steps=40), 1)[1] > contributors
+    assert trained.train(QualityCell("1:1", keep=0.7, steps=40), 1)[1] > contributors
     assert 1.0 < trained.train_data_parallel(cell, 1) < 5.6

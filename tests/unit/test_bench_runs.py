@@ -41,7 +41,7 @@ def test_published_figures_come_out_of_the_arithmetic() -> None:
 
 @pytest.mark.real
 def test_the_loop_is_measured_by_stage() -> None:
-    row = loop.measure(loop.Cell("decoupled", "0", PARAMS, 0.5))
+    row = loop.measure(loop.LoopCell("decoupled", "0", PARAMS, 0.5))
     assert row["rounds_per_s"] > 0 and row["pushes_per_round"] == loop.LEARNERS
     assert row["exchange_s"] == pytest.approx(loop.FRAGMENTS / row["rounds_per_s"])
     assert row["learner_training_ns"] > 0 and row["broker_loop_ns"] >= 0
@@ -52,7 +52,7 @@ def test_the_loop_is_measured_by_stage() -> None:
 
 @pytest.mark.real
 def test_bandwidth_counts_frames_and_the_line() -> None:
-    row = bandwidth.measure(bandwidth.Cell(0.5), steps=40)
+    row = bandwidth.measure(bandwidth.BandwidthCell(0.5), steps=40)
     assert 2 < row["payload_up_bits_per_param"] < 4 and 2 < row["payload_down_bits_per_param"] < 4
     assert row["wire_up_bits_per_param"] > 2
     assert (row["line_up_bits_per_param"] is not None) == available()
@@ -71,7 +71,7 @@ def test_kills_lose_nothing_and_what_is_lost_is_found(monkeypatch: pytest.Monkey
         return compare(state, seen)
 
     monkeypatch.setattr(chaos, "compare", also_spoilt)
-    row = chaos.measure(chaos.Cell(kills=3, seed=1))
+    row = chaos.measure(chaos.ChaosCell(kills=3, seed=1))
     assert row["problems"] == [] and row["copies_seen"] > 0
     assert row["kills_at_places"] == 1 and row["rounds_replayed"] == row["rounds"] > 0
 
@@ -79,7 +79,7 @@ def test_kills_lose_nothing_and_what_is_lost_is_found(monkeypatch: pytest.Monkey
 @pytest.mark.real
 def test_shares_are_measured_while_a_learner_is_away() -> None:
     """Holds `fairness.measure`."""
-    row = fairness.measure(fairness.Cell((0.005, 0.02), minutes=0.06))
+    row = fairness.measure(fairness.FairnessCell((0.005, 0.02), minutes=0.06))
     for name in ("calm", "rough"):
         # Facts of a toy may be some steps old.
         assert all(0 < share < 1.05 for share in row[f"{name}_shares"]), row
@@ -95,15 +95,15 @@ def test_shares_are_measured_while_a_learner_is_away() -> None:
 def test_promises_of_a_line_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Holds `wan.measure`."""
     monkeypatch.setattr(wan, "TRANSFER_S", 0.02)  # Else first copies would take a while.
-    frozen = wan.measure(wan.Cell("frozen", seconds=4.0))
+    frozen = wan.measure(wan.WanCell("frozen", seconds=4.0))
     assert max(frozen["rounds_per_s"]) > 0 and frozen["longest_pause_s"] > 0, frozen
-    revoked = wan.measure(wan.Cell("revoke", 2, seconds=1.0))
+    revoked = wan.measure(wan.WanCell("revoke", 2, seconds=1.0))
     assert revoked["copies_after"] == 0 and 0 < revoked["pause_s"] < wan.LOOKED_S, revoked
     assert revoked["behind_periods"] < 2, revoked
     broken = {"promise": "far", "rate": "0", "learners": 1, **frozen, "held": "NO"}
     assert wan.headline([broken])[0] == "0 of 1 held"
     if available():
-        row = wan.measure(wan.Cell("budget", 2, "20Mbit/s", seconds=1.5))
+        row = wan.measure(wan.WanCell("budget", 2, "20Mbit/s", seconds=1.5))
         assert 0 < max(row["mean_shares"]) <= 1.05, row
 
 
@@ -112,7 +112,7 @@ def test_a_system_that_is_not_there_has_a_row_that_says_how_to_get_it(
 ) -> None:
     """Holds `peers.measure`."""
     monkeypatch.setattr(peers, "ENVIRONMENTS", tmp_path)
-    cell = peers.Cell("exchange", "torchft", "1Mbit/s", PARAMS, 1.0)
+    cell = peers.PeersCell("exchange", "torchft", "1Mbit/s", PARAMS, 1.0)
     row = peers.measure(cell)
     assert row["exchange_s"] is None and "bin/pip install torch torchft==" in row["note"], row
     assert "torchft -" in peers.headline([{**vars(cell), **row}])[0]
@@ -124,7 +124,7 @@ def test_a_system_that_is_not_there_has_a_row_that_says_how_to_get_it(
 def test_learners_compute_and_exchange(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Holds `peers.measure`."""
     monkeypatch.setattr(peers, "PUBLISHED_STEP_S", 0.004)
-    row = peers.measure(peers.Cell("computing", system, "200Mbit/s", PARAMS, 0.5, 32))
+    row = peers.measure(peers.PeersCell("computing", system, "200Mbit/s", PARAMS, 0.5, 32))
     assert row["computing_percent"] > 0 and row["published_percent"] is None, row
     assert row["steps_per_exchange"] > 16 and row["exchange_s"] > 0, row
 
@@ -133,6 +133,6 @@ def test_learners_compute_and_exchange(system: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(not available(), reason="root alone can build a line")
 def test_other_systems_are_timed_on_a_shaped_line() -> None:
     """Holds `peers.averaged`."""
-    cell = peers.Cell("exchange", "gloo", "20Mbit/s", 1 << 18, 1.0)
+    cell = peers.PeersCell("exchange", "gloo", "20Mbit/s", 1 << 18, 1.0)
     row = peers.averaged(cell, Path(sys.executable))
     assert row["exchange_s"] >= 0.9 * 16 * cell.params / 20e6, row  # All bits cross the line.
