@@ -117,14 +117,15 @@ class BrokerSockets:
         """Makes the three sockets and binds them, if need be again and again `until`."""
         ipv6 = Address(self._host, 0).listens_on_ipv6
         for kind in (Kind.BROKER_CONTROL, Kind.BROKER_UPLINK, Kind.BROKER_DOWNLINK):
-            socket = make_socket(
-                self._context,
-                kind,
-                pair=self._key,
-                send_buffer_bytes=self._buffer_bytes,
-                ipv6=ipv6,
+            self.pollable.append(
+                make_socket(
+                    self._context,
+                    kind,
+                    pair=self._key,
+                    send_buffer_bytes=self._buffer_bytes,
+                    ipv6=ipv6,
+                )
             )
-            self.pollable.append(socket)
         three = list(self.pollable)
         self._control, self._uplink, self._downlink = three
         self._connections: dict[Socket, Connections] = {}
