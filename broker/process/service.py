@@ -110,7 +110,7 @@ class Service:
             self._workers.drain()
             self._workers.finish(time.monotonic())
             status = self.host.status(time.monotonic())
-            self.is_saved = self.host.close()
+            self.is_saved = self.host.pipeline.close()
             self._record({"event": "final", "status": status})
             return self.host.finished
 

@@ -298,7 +298,7 @@ def test_a_run_is_shown_checked_exported_and_rolled_back(narrows: Said, tmp_path
     for version in (1, 2, 3):
         a.push()
         house.until(lambda: house.heads == (version,), "a version", a)  # noqa: B023
-    house.host.close()
+    house.host.pipeline.close()
     house.kill()
     house.start()
     assert house.host.syncer.state.rounds[0].merged == {"site-a.00000001": 3}
