@@ -104,14 +104,11 @@ class BrokerSockets:
                 self._authenticator = serve_keys(self._context, self.door.admits)
             # Port 0 leaves all three to the system.
             self._open([port, port + 1, port + 2] if port else [0, 0, 0])
+            self.listens_on = str(Address(self._host, self.ports[0]))
+            """The control port's address, with the port that was free if any would do."""
         except BaseException:
             self.close(linger_s=0.0)
             raise
-
-    @property
-    def listens_on(self) -> str:
-        """The control port's address, with the port that was free if any would do."""
-        return str(Address(self._host, self.ports[0]))
 
     def _open(self, ports: list[int], until: float = 0.0) -> None:
         """Makes the three sockets and binds them, if need be again and again `until`."""
