@@ -22,7 +22,7 @@ from narrows.proto.config import given_keys
 from narrows.proto.errors import ConfigError
 from narrows.proto.flow.budget import wire_bytes
 from narrows.proto.messages import FRAGMENTS_MAX, PUBLICATIONS_KEPT, CodecName, Mode
-from narrows.proto.units import Amount, BitRate, Duration, Quantity, Size
+from narrows.proto.units import Amount, BitRate, Duration, Size
 
 USABLE: Final = 0.8
 SYNC_PERIODS: Final = (10, 15, 20, 24, 30, 40, 50, 75, 100, 150, 200, 300, 500)
@@ -165,10 +165,10 @@ def plan(
     """
     flags = assigned(setting or ())
     loaded = load_broker(config, flags)
-    line = _parsed(BitRate, "--wan", wan)
-    broker_line = _parsed(BitRate, "--broker-wan", broker_wan or wan)
-    count = int(_parsed(Amount, "--params", params))
-    step_s = _parsed(Duration, "--step", step)
+    line = BitRate.parse(wan, "--wan: ")
+    broker_line = BitRate.parse(broker_wan or wan, "--broker-wan: ")
+    count = int(Amount.parse(params, "--params: "))
+    step_s = Duration.parse(step, "--step: ")
     if loaded.run.mode is Mode.DILOCO or min(count, learners, step_s, line, broker_line) <= 0:
         raise ConfigError(
             "no plan for this",
@@ -225,15 +225,3 @@ def as_text(plan: dict[str, Any]) -> str:
     lines.append(f"{verdict}. Fullest: {plan['fullest']}.")
     lines.append("What helps: a longer sync period, a larger codec.rho, a relay per site.")
     return "\n".join(lines)
-
-
-def _parsed(kind: type[Quantity], flag: str, text: str) -> float:
-    try:
-        return kind.parse(text)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{flag}: {error.message}",
-            expected=error.expected,
-            got=error.got,
-            remedy=error.remedy,
-        ) from error

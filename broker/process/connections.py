@@ -74,15 +74,12 @@ class Connections:
                 self._early.remove(value)
             elif event == zmq.EVENT_ACCEPTED:
                 self._known[value] = _Known(_address(value))
+            elif value not in self._known:
+                self._early.add(value)
             else:
-                self._ended(value)
-
-    def _ended(self, descriptor: int) -> None:
-        known = self._known.pop(descriptor, None)
-        if known is None:
-            self._early.add(descriptor)
-        elif self._tells_silent and not known.keys:
-            self._silent.setdefault(descriptor, known)
+                ended = self._known.pop(value)
+                if self._tells_silent and not ended.keys:
+                    self._silent.setdefault(value, ended)
 
     def heard(self, descriptor: int, key: str) -> None:
         """A message was read. Its connection may have ended meanwhile."""

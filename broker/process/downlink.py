@@ -58,7 +58,7 @@ class _StateCopy:
     state: FragmentState
     merged: dict[str, int]
     """Incarnation -> newest push id of this version; that of the head may be newer."""
-    asked_at: float
+    asked_at: float = 0.0
     chunks: tuple[EncodedChunk, ...] = ()
     """Empty while a worker encodes."""
     waiting: list[tuple[str, msg.Fetch]] = field(default_factory=list)
@@ -182,20 +182,20 @@ class Downlink:
                 self._put_publication(incarnation, version, _asked(fetch, version.publication))
                 return
             fetch = msg.Fetch(DataKind.STATE, fetch.fragment, fetch.version, 0, ((0, 1),))
-        copy = self._copy(fetch, now)
+        copy = self._copy(fetch)
+        copy.asked_at = now
         copy.waiting.append((incarnation, fetch))
         self._put_waiting(copy)
 
     # -- states
 
-    def _copy(self, fetch: msg.Fetch, now: float) -> _StateCopy:
+    def _copy(self, fetch: msg.Fetch) -> _StateCopy:
         """The copy of the version that the learner is fetching if there is one, else one that leads
         to the head. A new copy replaces the oldest and is encoded on a worker."""
         copies = self._copies.setdefault(fetch.fragment, [])
         head, merged = self._pipeline.head(fetch.fragment)
         for copy in copies:
             if copy.state.version == fetch.version:
-                copy.asked_at = now
                 return copy
         if copies:
             newest = copies[-1]
@@ -203,9 +203,8 @@ class Downlink:
             # With the publications after it a learner gets from the newest copy to the head.
             is_near = len(copies) == COPIES_MAX and behind < msg.PUBLICATIONS_KEPT
             if behind == 0 or is_near:
-                newest.asked_at = now
                 return newest
-        copy = _StateCopy(head, merged, asked_at=now)
+        copy = _StateCopy(head, merged)
         copies.append(copy)
         del copies[:-COPIES_MAX]
         self._encode(copy)
@@ -313,8 +312,7 @@ class Downlink:
             self._count_listeners()
             # Answers to them would cost the line and reach nobody.
             self.sender.discard(lambda header: header.incarnation in gone)
-        for incarnation in [each for each in self._early if each not in learners]:
-            del self._early[incarnation]
+        self._early = {each: asked for each, asked in self._early.items() if each in here}
         for copies in self._copies.values():
             copies[:] = [each for each in copies if now < each.asked_at + IDLE_S]
         self.pump(now)

@@ -129,11 +129,8 @@ class Host:
                 remedy="it is asked for again",
                 code=ErrorCode.BAD_DIGEST,
             )
-        if header.kind is msg.DataKind.PUSH:
-            if self.syncer.wants(header, now):
-                self._up_bytes[wire.name_of(header.incarnation)] += len(payload)
-                self.pipeline.keep(header, payload)
-        elif header.codec != msg.LOSSLESS:
+        is_push = header.kind is msg.DataKind.PUSH
+        if header.codec != msg.LOSSLESS and not is_push:
             raise fault(
                 "codec of version 0",
                 expected=msg.LOSSLESS,
@@ -141,12 +138,13 @@ class Host:
                 remedy="send version 0 without loss",
                 code=ErrorCode.BAD_CHUNK,
             )
-        elif header.kind is msg.DataKind.LAYOUT:
+        if header.kind is msg.DataKind.LAYOUT:
             if self.syncer.wants_layout(header.incarnation):
                 self.syncer.layout(header.incarnation, wire.unpack_layout(payload), now)
         elif self.syncer.wants(header, now):
             self._up_bytes[wire.name_of(header.incarnation)] += len(payload)
-            self.pipeline.keep_seed(header, payload)
+            keep = self.pipeline.keep if is_push else self.pipeline.keep_seed
+            keep(header, payload)
 
     def _came(self, frames: list[bytes], now: float) -> None:
         # Acknowledgements of what comes leave on the line that the budget is for.
@@ -173,11 +171,6 @@ class Host:
         self.syncer.stop(reason, now)
         self._perform(now)
         self.finished = self.finished or ev.Finish(())
-
-    def close(self) -> bool:
-        """Writes snapshots, so that the next start replays nothing; False: not all of them. Called
-        after the workers. Raises StateError if the state directory is gone."""
-        return self.pipeline.close()
 
     def run(self, work: Callable[[], Any], done: Done) -> None:
         """The pool, as pipeline and downlink see it: what `done` decides is performed."""

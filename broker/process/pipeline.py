@@ -128,9 +128,8 @@ class Pipeline:
         """Merged and not durable, by fragment."""
         self._again: list[tuple[float, Callable[[], None]]] = []
         """When a write that the disk refused is tried again, and the write."""
-        self._snapshotting = False
         self._snapshot_at = -math.inf
-        """When a snapshot may be made again, after one that the disk refused."""
+        """When the next snapshot may begin; inf while a worker writes one."""
 
     @property
     def loaded(self) -> Model:
@@ -371,7 +370,7 @@ class Pipeline:
         """Has a worker write a whole state, one at a time, so that the other goes on decoding."""
 
         def done(result: Any, now: float) -> None:
-            self._snapshotting = False
+            self._snapshot_at = now
             if isinstance(result, OSError):
                 # Not at the next version: each try writes a whole state onto a full disk.
                 self._snapshot_at = now + SNAPSHOT_AGAIN_S
@@ -380,9 +379,8 @@ class Pipeline:
             result_of(result)
             self._snapshots[state.fragment] = state.version
 
-        if not self._snapshotting:
-            self._snapshotting = True
-            self._pool.run(lambda: self._store.snapshot(state), done)
+        self._snapshot_at = math.inf
+        self._pool.run(lambda: self._store.snapshot(state), done)
 
     def _write(
         self, work: Callable[[], Any], done: Done, failed: Callable[[OSError, float], None]

@@ -10,7 +10,7 @@ import secrets
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
@@ -55,11 +55,10 @@ class Service:
         self._stop_reason = ""
         self.is_saved = False
         """`run` has written everything that a start reads, and a start replays nothing."""
-        self._events: EventFile | None = None
         with ExitStack() as undo:
-            if events is not None:
-                self._events = EventFile(events)
-                undo.callback(self._events.close)
+            # Whoever writes an event need not ask whether somebody wants it.
+            self._events = EventFile(events or Path(os.devnull))
+            undo.callback(self._events.close)
             self.sockets = BrokerSockets(config)
             undo.callback(self.sockets.close)
             process = config.broker
@@ -110,8 +109,8 @@ class Service:
             self._workers.drain()
             self._workers.finish(time.monotonic())
             status = self.host.status(time.monotonic())
-            self.is_saved = self.host.close()
-            self._record({"event": "final", "status": status})
+            self.is_saved = self.host.pipeline.close()
+            self._events.write({"event": "final", "status": status})
             return self.host.finished
 
     def stop(self, reason: str) -> None:
@@ -138,7 +137,7 @@ class Service:
     def _note(self, note: Note) -> None:
         """Writes a line to the log and to the events file; a merge to the events file only."""
         if note.event == "merged":
-            self._record({"event": "merged", **note.fields})
+            self._events.write({"event": "merged", **note.fields})
             return
         text = printable(note.text)
         level = logging.WARNING if note.warning else logging.INFO
@@ -147,11 +146,7 @@ class Service:
         log.log(level, "%s", text, extra={"kind": f"{note.event} {site}"})
         name = logging.getLevelName(level).lower()
         record = {"event": "note", "kind": note.event, "level": name, "text": text}
-        self._record(record, kind=note.event)
-
-    def _record(self, record: Mapping[str, object], *, kind: str = "") -> None:
-        if self._events is not None:
-            self._events.write(record, kind=kind)
+        self._events.write(record, kind=note.event)
 
 
 class LimitRepeats(logging.Filter):

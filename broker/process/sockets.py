@@ -104,27 +104,25 @@ class BrokerSockets:
                 self._authenticator = serve_keys(self._context, self.door.admits)
             # Port 0 leaves all three to the system.
             self._open([port, port + 1, port + 2] if port else [0, 0, 0])
+            self.listens_on = str(Address(self._host, self.ports[0]))
+            """The control port's address, with the port that was free if any would do."""
         except BaseException:
             self.close(linger_s=0.0)
             raise
-
-    @property
-    def listens_on(self) -> str:
-        """The control port's address, with the port that was free if any would do."""
-        return str(Address(self._host, self.ports[0]))
 
     def _open(self, ports: list[int], until: float = 0.0) -> None:
         """Makes the three sockets and binds them, if need be again and again `until`."""
         ipv6 = Address(self._host, 0).listens_on_ipv6
         for kind in (Kind.BROKER_CONTROL, Kind.BROKER_UPLINK, Kind.BROKER_DOWNLINK):
-            socket = make_socket(
-                self._context,
-                kind,
-                pair=self._key,
-                send_buffer_bytes=self._buffer_bytes,
-                ipv6=ipv6,
+            self.pollable.append(
+                make_socket(
+                    self._context,
+                    kind,
+                    pair=self._key,
+                    send_buffer_bytes=self._buffer_bytes,
+                    ipv6=ipv6,
+                )
             )
-            self.pollable.append(socket)
         three = list(self.pollable)
         self._control, self._uplink, self._downlink = three
         self._connections: dict[Socket, Connections] = {}

@@ -538,8 +538,7 @@ def test_who_goes_before_its_message_is_read_is_not_taken_for_silent(
 ) -> None:
     """As `narrows status` does while the broker stands still."""
     connections = keyed.sockets._connections[keyed.sockets._control]
-    connections._known[9999] = _Known("192.0.2.1")
-    connections._ended(9999)
+    connections._silent[9999] = _Known("192.0.2.1")
     connections.look()
     connections.heard(9999, "its key")
     connections.look()

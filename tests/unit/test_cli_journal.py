@@ -21,7 +21,7 @@ def house(tmp_path: Path) -> House:
     for version in (1, 2, 3):
         a.push()
         house.until(lambda: house.heads == (version,), "a version", a)  # noqa: B023
-    house.host.close()
+    house.host.pipeline.close()
     house.kill()
     return house
 

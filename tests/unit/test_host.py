@@ -472,7 +472,7 @@ def test_nothing_is_said_to_be_durable_in_a_directory_that_is_gone(house: House)
     begun(house, "site-a")
     house.folder.rename(house.folder.with_name("elsewhere"))
     with pytest.raises(StateError, match="was removed or replaced"):
-        house.host.close()
+        house.host.pipeline.close()
 
 
 def test_the_events_file_is_bounded_and_a_full_disk_stops_nothing(
