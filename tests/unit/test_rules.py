@@ -220,6 +220,29 @@ def test_no_line_of_a_document_is_too_long() -> None:
             assert len(line) <= 100, f"{page.name}:{number}"
 
 
+def definitions(path: Path) -> set[str]:
+    """Functions and classes of a module, and `Class.method` of their methods."""
+    module = ast.parse(path.read_text())
+    owners: dict[str, ast.Module | ast.ClassDef] = {"": module}
+    owners |= {f"{each.name}.": each for each in module.body if isinstance(each, ast.ClassDef)}
+    return {
+        prefix + each.name
+        for prefix, owner in owners.items()
+        for each in owner.body
+        if isinstance(each, ast.ClassDef | ast.FunctionDef)
+    }
+
+
+def test_the_tour_names_files_that_define_what_it_says() -> None:
+    page = (ROOT / "docs" / "design.md").read_text()
+    (tour,) = re.findall(r"^## One push, station by station\n(.*?)^## ", page, re.M | re.S)
+    places = re.findall(r"`([\w/]+\.py)`:((?:\s+`[\w.]+`,?)+)", tour)
+    assert len(places) == tour.count(".py`")
+    for file, names in places:
+        missing = set(re.findall(r"`(.*?)`", names)) - definitions(ROOT / file)
+        assert not missing, f"{file}: {missing}"
+
+
 def test_the_table_of_error_codes_is_that_of_the_code() -> None:
     rows = [[f"`{each}`", each.meaning, each.remedy or "as the message says"] for each in ErrorCode]
     assert [*tables("code", (ROOT / "docs" / "operations.md").read_text())] == rows
