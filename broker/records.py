@@ -91,6 +91,15 @@ class Contribution:
         return self.learner, self.incarnation
 
 
+class NotFinite(FloatingPointError):
+    """The merge of a round would make a value infinite or NaN."""
+
+    def __init__(self, text: str, longest: Contribution) -> None:
+        super().__init__(text)
+        self.longest = longest
+        """The push that is to blame, as far as arithmetic can tell."""
+
+
 @dataclass(frozen=True)
 class Round:
     """One outer step of one fragment, as it was decided: the input of a merge."""

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from narrows.learner.island import HostIsland, HostSnapshot, ParameterSource
 from narrows.proto.codec import (
+    CODECS,
     F32,
-    LIMITS,
     RMS_SAMPLES_MAX,
     encode_codes,
     piece_scales,
@@ -117,12 +117,12 @@ class DeviceSnapshot:
                 stream.wait_event(self.ready)
                 self.local.record_stream(stream)
                 self.published.record_stream(stream)
-            if codec not in LIMITS:
+            if not CODECS[codec].coded:
                 whole = DeviceCodes(np.ones(len(fragment.pieces), np.float32), self._values())
                 host = HostSnapshot(self.published.cpu().numpy(), self.local.cpu().numpy())
                 return replace(host.encode(fragment, base, settings), on_device=whole)
             scales = self._scales(fragment, settings.push_rho)
-            codes = self._codes(fragment, scales, LIMITS[codec])
+            codes = self._codes(fragment, scales, CODECS[codec].limit)
             # Pinned memory, kept by torch for the next time: several times as fast as pageable.
             in_host_memory = torch.empty(codes.shape, dtype=codes.dtype, pin_memory=codes.is_cuda)
             in_host_memory.copy_(codes, non_blocking=True)

@@ -1,8 +1,8 @@
 """TOML files and flags into typed structs, checked key by key; and addresses as users write them.
 
-The msgspec struct is the truth: its fields are sections, structs themselves, which hold the types,
-bounds and defaults, and the docstrings under their fields are the help. A file has one table per
-section; a flag is a dotted key (`wan.up`).
+A msgspec struct declares a configuration. Each of its fields is a section, itself a struct, which
+holds the types, bounds and defaults; the docstrings under its fields are the help. A file has one
+table per section; a flag is a dotted key (`wan.up`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -52,24 +53,24 @@ def load(
     `flags` maps dotted keys to values, or to texts such as a command line holds ("true", "2").
     Raises ConfigError, which names the file or the flag, the key, what was expected and what came.
     """
-    known, values = _settings(type_), dict(preset or {})
-    given = [(str(path), key, value) for key, value in _rows(path, known)] if path else []
-    given += [("command line", key, value) for key, value in flags.items()]
-    for place, key, value in given:
+    known = _settings(type_)
+    values = dict(preset or {})
+    for key, value in _rows(path, known):
+        values[key] = _checked(known, key, value, str(path), is_text=False)
+    for key, value in flags.items():
         # A text of the command line may stand for a number or for true and false.
-        is_text = isinstance(value, str) and place == "command line"
-        values[key] = _checked(known, key, value, f"{place}: {key}: ", is_text)
-    sections: dict[str, dict[str, object]] = {}
-    for key, value in values.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    hints = get_type_hints(type_)
-    return type_(**{section: hints[section](**fields) for section, fields in sections.items()})
+        values[key] = _checked(known, key, value, "command line", is_text=isinstance(value, str))
+
+    def fields(section: str) -> dict[str, object]:
+        start = f"{section}."
+        return {k.removeprefix(start): v for k, v in values.items() if k.startswith(start)}
+
+    return type_(**{name: struct(**fields(name)) for name, struct in get_type_hints(type_).items()})
 
 
 def given_keys(type_: type[msgspec.Struct], path: Path | None) -> set[str]:
     """The dotted keys that a file names, also where it names the default."""
-    return {key for key, _ in _rows(path, _settings(type_))} if path else set()
+    return {key for key, _ in _rows(path, _settings(type_))}
 
 
 def describe(type_: type[msgspec.Struct]) -> Iterator[tuple[str, str, str]]:
@@ -90,7 +91,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"did you mean {found[0]}?" if found else ""
 
 
-KINDS: Final = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+_KINDS: Final = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 """Words for the types that the decoder names."""
 
 
@@ -104,18 +105,15 @@ class Address(NamedTuple):
     @property
     def is_loopback(self) -> bool:
         """True if only this machine can reach it: there a broker needs no keys."""
-        if self.host == "localhost":
-            return True
-        try:
+        with suppress(ValueError):
             return ipaddress.ip_address(self.host.strip("[]")).is_loopback
-        except ValueError:
-            # A name may be anywhere; a look-up would make the answer depend on the network.
-            return False
+        # A name may be anywhere; a look-up would make the answer depend on the network.
+        return self.host == "localhost"
 
     @property
     def listens_on_ipv6(self) -> bool:
-        """Whether a socket that is bound here needs IPv6: `*` is all interfaces of both kinds, and
-        libzmq takes IPv4 where the kernel has nothing else."""
+        """Whether a socket that is bound here needs IPv6. `*` means all interfaces of both kinds;
+        libzmq takes IPv4 alone where the kernel has no IPv6."""
         return self.host == "*" or self.host.startswith("[")
 
     def __str__(self) -> str:
@@ -135,18 +133,23 @@ def parse_address(text: str, *, listen: bool = False) -> Address:
             ipaddress.IPv6Address(address.host[1:-1])
         except ValueError:
             valid = False
-    if not valid:
-        raise ConfigError(
-            "address to listen on" if listen else "the broker's address",
-            expected="tcp://HOST:PORT",
-            got=repr(text[:300]),
-            remedy="" if listen else "`narrows broker` prints the address when it starts",
-        )
-    return address
+    if valid:
+        return address
+    if listen:
+        raise ConfigError("address to listen on", expected="tcp://HOST:PORT", got=repr(text[:300]))
+    raise ConfigError(
+        "the broker's address",
+        expected="tcp://HOST:PORT",
+        got=repr(text[:300]),
+        remedy="`narrows broker` prints the address when it starts",
+    )
 
 
-def _rows(path: Path, known: Mapping[str, Setting]) -> Iterator[tuple[str, object]]:
-    """Dotted keys and values of a file. A section that is none is a key, too: an unknown one."""
+def _rows(path: Path | None, known: Mapping[str, Setting]) -> Iterator[tuple[str, object]]:
+    """Dotted keys and values of a file, if there is one. An entry outside of every section comes
+    as it is, and is refused as an unknown key."""
+    if path is None:
+        return
     try:
         sections = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -166,9 +169,10 @@ def _is_section(name: str, known: Mapping[str, Setting]) -> bool:
 
 
 def _checked(
-    known: Mapping[str, Setting], key: str, value: object, place: str, is_text: bool
+    known: Mapping[str, Setting], key: str, value: object, source: str, *, is_text: bool
 ) -> object:
-    """The value as the struct holds it. Raises ConfigError, which names the place first."""
+    """The value as the struct holds it. Raises ConfigError, which names the source first."""
+    place = f"{source}: {key}: "
     got = repr(value)[:64]
     if key not in known:
         if _is_section(key, known):
@@ -185,17 +189,18 @@ def _checked(
         names = [str(each) for each in getattr(type_, "__members__", {}).values()]
         names += get_args(type_) if get_origin(type_) is Literal else ()
         expected = str(error).partition(", got")[0].removeprefix("Expected ").replace("`", "")
-        for kind, words in KINDS.items():
+        for kind, words in _KINDS.items():
             expected = re.sub(rf"\b{kind}\b", words, expected)
         if names:
             expected = f"one of {', '.join(names)}"
-        what, remedy = f"{place}wrong value", nearest(str(value), names)
-        raise ConfigError(what, expected=expected, got=got, remedy=remedy) from error
+        raise ConfigError(
+            f"{place}wrong value", expected=expected, got=got, remedy=nearest(str(value), names)
+        ) from error
 
 
 def check_output(path: Path, flag: str) -> None:
-    """Raises ConfigError unless `path` can become a file or a folder: its parent must exist, and it
-    must be no folder yet. `flag` is where it was given."""
+    """Raises ConfigError unless `path` can become a file or a folder: its parent must exist, and
+    `path` must not be a folder yet. `flag` gave it."""
     if path.is_dir():
         raise ConfigError(f"{flag} {path}", expected="a new name or a file", got="a folder")
     if not path.absolute().parent.is_dir():
@@ -211,13 +216,14 @@ def _settings(type_: type[msgspec.Struct]) -> Mapping[str, Setting]:
     """Every dotted key of a struct of sections, in the order of declaration."""
     found: dict[str, Setting] = {}
     for section, struct in get_type_hints(type_).items():
-        hints, defaults = get_type_hints(struct, include_extras=True), struct()
+        hints = get_type_hints(struct, include_extras=True)
         # The docstring under a field is read from the source: Python does not keep it.
         body = ast.parse(inspect.getsource(struct)).body[0]
         assert isinstance(body, ast.ClassDef), struct
         for field, node in pairwise([*body.body, ast.Pass()]):
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                 assert isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant), field
-                name, doc = field.target.id, inspect.cleandoc(str(node.value.value))
-                found[f"{section}.{name}"] = Setting(hints[name], getattr(defaults, name), doc)
+                name = field.target.id
+                doc = inspect.cleandoc(str(node.value.value))
+                found[f"{section}.{name}"] = Setting(hints[name], getattr(struct(), name), doc)
     return found

@@ -38,7 +38,7 @@ class ErrorCode(StrEnum):
     BAD_CHUNK = "bad_chunk", "no such chunk, or another codec", SAME_VERSION
     BAD_PAYLOAD = "bad_payload", "a payload that no encoder writes", SAME_VERSION
     NOT_FINITE = "not_finite", "NaN or infinity from a learner", "lower its learning rate"
-    MERGE_FAILED = "merge_failed", "a sum was not finite", "nothing: the steps travel again"
+    MERGE_FAILED = "merge_failed", "a sum was not finite", "see that learner's loss"
     # A data message is damaged: it is dropped, noted, and asked for again.
     BAD_DIGEST = "bad_digest", "damaged bytes, sent again", "if it repeats: memory and network"
     # Local: nothing was sent.
@@ -56,7 +56,9 @@ class ErrorCode(StrEnum):
 
     def __new__(cls, code: str, meaning: str = "", remedy: str = "") -> Self:
         member = str.__new__(cls, code)
-        member._value_, member.meaning, member.remedy = code, meaning, remedy
+        member._value_ = code
+        member.meaning = meaning
+        member.remedy = remedy
         return member
 
     @classmethod
@@ -72,6 +74,9 @@ the wrong run when its state directory was not mounted, and the right one after 
 PEER_TEXT_CHARACTERS_MAX: Final = 80
 """Characters that the broker keeps of a peer's own words (the reason of a pause or a Bye, the name
 of another run): a Status shows those of 1,024 learners, and must stay below CONTROL_BYTES_MAX."""
+
+GOT_CHARACTERS_MAX: Final = 200
+"""Characters of what came, in the error for a peer's message."""
 
 LOG_CHARACTERS_MAX: Final = 1000
 """Characters of a peer's text in one log line: a peer must not fill the disk with one message."""
@@ -92,10 +97,15 @@ class NarrowsError(Exception):
         self.expected = expected
         self.got = got
         self.remedy = remedy
-        details = [f"expected {expected}"] if expected else []
-        details += [f"got {got}"] if got else []
-        text = f"{code}: {message}" + (f" ({', '.join(details)})" if details else "")
-        super().__init__(f"{text}. {remedy}" if remedy else text)
+        text = f"{code}: {message}"
+        details = [
+            f"{word} {said}" for word, said in (("expected", expected), ("got", got)) if said
+        ]
+        if details:
+            text += f" ({', '.join(details)})"
+        if remedy:
+            text += f". {remedy}"
+        super().__init__(text)
 
 
 class LocalProtocolError(NarrowsError):
@@ -105,18 +115,26 @@ class LocalProtocolError(NarrowsError):
 class RemoteProtocolError(NarrowsError):
     """The peer broke the rules. Its message is refused with `code`; nothing else changes."""
 
-    def __init__(
-        self, code: ErrorCode, message: str, *, expected: str, got: str, remedy: str = ""
-    ) -> None:
-        remedy = remedy or code.remedy
-        super().__init__(code, message, expected=expected, got=got, remedy=remedy)
 
-
-def bad_input(
-    what: str, expected: str, got: object, code: ErrorCode = ErrorCode.BAD_MESSAGE
+def fault(
+    what: str,
+    expected: str,
+    got: object,
+    remedy: str = "",
+    code: ErrorCode = ErrorCode.BAD_MESSAGE,
 ) -> RemoteProtocolError:
-    """The error for bytes of a peer that are not as PROTOCOL.md says."""
-    return RemoteProtocolError(code, what, expected=expected, got=str(got)[:200])
+    """The error for a peer's message that is not as PROTOCOL.md says, or not in its place.
+
+    Without a `remedy` it names the usual one of the code. A peer's bytes may stand in `got`, so its
+    text is cut.
+    """
+    return RemoteProtocolError(
+        code,
+        what,
+        expected=expected,
+        got=str(got)[:GOT_CHARACTERS_MAX],
+        remedy=remedy or code.remedy,
+    )
 
 
 class Refused(NarrowsError):
@@ -147,9 +165,13 @@ class Unfinished(NarrowsError):
     """The run is over for this learner, and its parameters are not the run's final model."""
 
     def __init__(self, message: str, *, got: str) -> None:
-        expected = "the run's final model"
-        remedy = "when the run has ended, the broker has it: `narrows export`"
-        super().__init__(ErrorCode.UNFINISHED, message, expected=expected, got=got, remedy=remedy)
+        super().__init__(
+            ErrorCode.UNFINISHED,
+            message,
+            expected="the run's final model",
+            got=got,
+            remedy="when the run has ended, the broker has it: `narrows export`",
+        )
 
 
 def exit_code(error: Exception) -> int:
@@ -172,5 +194,6 @@ def printable(text: str) -> str:
 
     Escape sequences of a terminal could hide or forge lines of the log.
     """
-    cut = text if len(text) <= LOG_CHARACTERS_MAX else text[:LOG_CHARACTERS_MAX] + " ..."
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+    if len(text) > LOG_CHARACTERS_MAX:
+        text = text[:LOG_CHARACTERS_MAX] + " ..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -24,8 +24,8 @@ LINES_AT_ONCE: Final = 2048
 """Lines of one kind that the file takes at once: 1,024 learners leave, and join."""
 
 LINES_PER_S: Final = 20
-"""Lines of one kind that it takes in a second from then on. A peer that floods must not overwrite
-what it has done: the longest lines, 11 kB, then need ten minutes to fill both files."""
+"""Lines of one kind that the file takes in each second from then on. A peer that floods must not
+overwrite its own traces: the longest lines, 11 kB, need ten minutes to fill both files."""
 
 _log = logging.getLogger("narrows")
 
@@ -40,10 +40,10 @@ class EventFile(RotatingFileHandler):
         self._quotas: dict[str, Quota] = {}
 
     def write(self, record: Mapping[str, object], *, kind: str = "") -> None:
-        """Appends the record with the system's time, `time_s`; after `close` it opens it again.
+        """Appends the record with the system's time, `time_s`, also after `close`.
 
-        What peers cause has a `kind`: above its quota it is left out, and the next line of that
-        kind tells how many were.
+        A record that a peer causes has a `kind`: above its quota it is left out, and the next line
+        of that kind tells how many were.
         """
         fields = {"time_s": time.time(), **record}
         if kind:
@@ -60,10 +60,13 @@ class EventFile(RotatingFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         """Called by `handle` where it fails."""
         if not self._told:
-            place, error = self.baseFilename, sys.exc_info()[1]
-            _log.warning("events are not written to %s: %s; the run goes on", place, error)
+            _log.warning(
+                "events are not written to %s: %s; the run goes on",
+                self.baseFilename,
+                sys.exc_info()[1],
+            )
         self._told = True
 
     def close(self) -> None:
-        with suppress(OSError):  # What a full disk did not take is lost.
+        with suppress(OSError):  # A full disk: the last lines are lost.
             super().close()

@@ -59,12 +59,11 @@ class SiteKey:
 
 def new_pair() -> KeyPair:
     """A fresh pair from the system's randomness."""
-    public, secret = zmq.curve_keypair()
-    return KeyPair(public.decode(), secret.decode())
+    return KeyPair(*(half.decode() for half in zmq.curve_keypair()))
 
 
 def public_line(name: str, public: str) -> str:
-    """A public key as one line that may go by mail."""
+    """A public key as one line that a site may mail."""
     return f"{_LINE} {name} {public}"
 
 
@@ -82,24 +81,30 @@ def read_public_line(text: str) -> tuple[str, str]:
 
 def check_key(text: str, where: str) -> str:
     """`text` if it is a public key. Raises ConfigError that says `where` it stands."""
-    # Both kinds of key have one form, and any 32 bytes would do as a secret.
+    # Public and secret keys look alike, and any 32 bytes can be a secret: so can a public key.
     if not _public_half(text):
-        expected = "a public key: 40 characters of Z85, as `narrows keys show` prints them"
-        raise ConfigError(where, expected=expected, got=repr(text[:64]))
+        raise ConfigError(
+            where,
+            expected="a public key: 40 characters of Z85, as `narrows keys show` prints them",
+            got=repr(text[:64]),
+        )
     return text
 
 
 def check_name(text: str, where: str) -> str:
     """`text` if it is the name of a site. Raises ConfigError."""
     if not re.match(NAME_PATTERN, text):
-        expected = "a site's name: up to 48 letters, digits, dots, _ and -"
-        raise ConfigError(where, expected=expected, got=repr(text[:64]))
+        raise ConfigError(
+            where,
+            expected="a site's name: up to 48 letters, digits, dots, _ and -",
+            got=repr(text[:64]),
+        )
     return text
 
 
 def _public_half(secret: str) -> str:
     """The public key of a secret; "" for a text that is not 32 bytes in Z85."""
-    if "\0" in secret:  # libzmq would stop there, and take what lies in its memory for the rest.
+    if "\0" in secret:  # libzmq would stop there, and take the rest from whatever is in its memory.
         return ""
     try:
         return zmq.curve_public(secret.encode()).decode()
@@ -135,9 +140,14 @@ class _SiteFile(_BrokerFile, forbid_unknown_fields=True):
 def write_site_key(path: Path, key: SiteKey, *, replace: bool = False) -> None:
     """Writes a site's file for its owner alone. Raises ConfigError if the file exists; `replace`
     changes the servers or the address in it."""
-    text = f'# The key of a site: a secret.\nname = "{key.name}"\n' + _PAIR.format(key.pair)
-    text += f"servers = {json.dumps(key.servers)}\n"
-    _write(path, text + (f'broker = "{key.broker}"\n' if key.broker else ""), replace=replace)
+    text = (
+        f'# The key of a site: a secret.\nname = "{key.name}"\n'
+        f"{_PAIR.format(key.pair)}"
+        f"servers = {json.dumps(key.servers)}\n"
+    )
+    if key.broker:
+        text += f'broker = "{key.broker}"\n'
+    _write(path, text, replace=replace)
 
 
 def read_site_key(path: Path) -> SiteKey:
@@ -174,8 +184,11 @@ def read_broker_key(folder: Path) -> KeyPair:
     """The key in a broker's folder. Raises ConfigError, which names the command that makes one."""
     path = folder / "broker.key"
     if not path.exists():
-        remedy = f"`narrows keys new --keys {folder}` makes one"
-        raise ConfigError(f"{folder} has no broker.key", expected="a folder of keys", remedy=remedy)
+        raise ConfigError(
+            f"{folder} has no broker.key",
+            expected="a folder of keys",
+            remedy=f"`narrows keys new --keys {folder}` makes one",
+        )
     return _parsed(_content(path, secret=True), _BrokerFile, path).pair(path)
 
 
@@ -211,29 +224,34 @@ class AllowList:
         path = cls.path(folder)
         text = _content(path, secret=False)
         if not text:
-            # An editor that is about to write it: as a list it would cut everybody off.
-            remedy = "to admit nobody leave a comment in it"
-            raise ConfigError(f"{path} is empty", expected="sites, or a comment", remedy=remedy)
+            # An editor is about to write it. Read as a list, it would cut everybody off.
+            raise ConfigError(
+                f"{path} is empty",
+                expected="sites, or a comment",
+                remedy="to admit nobody leave a comment in it",
+            )
         return cls._parse(text, path)
 
     @classmethod
     def allow(cls, folder: Path, name: str, public: str) -> AllowList:
         """Admits a key, beside other keys of that name. Raises ConfigError if it is another's."""
         before = cls.read(folder)
-        if (owner := before.site(check_key(public, name))) not in (None, name):
+        owner = before.site(check_key(public, name))
+        if owner not in (None, name):
             raise ConfigError(f"the key of {name}", expected="its own", got=f"that of {owner}")
         keys = before.sites.get(check_name(name, "a name to allow"), ())
         return before._edit(folder, name, keys if public in keys else (*keys, public))
 
     @classmethod
     def revoke(cls, folder: Path, name: str, public: str = "") -> AllowList:
-        """Takes a key of a site out, or all of them. Raises ConfigError if there is none."""
+        """Takes out a key of a site, or all of them. Raises ConfigError if there is none."""
         before = cls.read(folder)
         keys = before.sites.get(name, ())
         kept = tuple(key for key in keys if public and key != public)
         if kept == keys:
-            got = f"{name} {public}".rstrip()
-            raise ConfigError(f"{cls.path(folder)}: nothing to revoke", got=got)
+            raise ConfigError(
+                f"{cls.path(folder)}: nothing to revoke", got=f"{name} {public}".rstrip()
+            )
         return before._edit(folder, name, kept)
 
     def _edit(self, folder: Path, name: str, keys: tuple[str, ...]) -> AllowList:
@@ -244,14 +262,17 @@ class AllowList:
         lines = [line for line in _content(path, secret=False).splitlines() if not own.match(line)]
         if keys:
             expected[name] = keys
-            lines.append(f'"{name}" = ' + json.dumps(keys if len(keys) > 1 else keys[0]))
+            value = json.dumps(keys if len(keys) > 1 else keys[0])
+            lines.append(f'"{name}" = {value}')
         text = "\n".join(lines) + "\n"
         after = None
         with suppress(ConfigError):
             after = self._parse(text, path)
         if after is None or after.sites != expected:
-            remedy = "it is not on a line of its own: change it in an editor"
-            raise ConfigError(f"{path}: the entry of {name} was not changed", remedy=remedy)
+            raise ConfigError(
+                f"{path}: the entry of {name} was not changed",
+                remedy="it is not on a line of its own: change it in an editor",
+            )
         _write(path, text, replace=True)
         return after
 
@@ -265,8 +286,11 @@ class AllowList:
             for key in keys:
                 owner = owners.setdefault(check_key(key, f"{path}: {name}"), name)
                 if owner != name:
-                    got = f"{key} for {owner} and {name}"
-                    raise ConfigError(str(path), expected="a key for every name", got=got)
+                    raise ConfigError(
+                        str(path),
+                        expected="a key for every name",
+                        got=f"{key} for {owner} and {name}",
+                    )
         return cls(sites, owners)
 
 
@@ -274,12 +298,14 @@ def serve_keys(
     context: zmq.Context[zmq.Socket[bytes]], admits: Callable[[str], bool]
 ) -> ThreadAuthenticator:
     """Lets `admits(public key)` decide every CURVE handshake of the context's servers, on a thread
-    of its own. Call it before they bind, and `stop()` the result at the end. The User-Id of a frame
-    that is received is then the key of its connection."""
+    of its own. Call it before they bind, and `stop()` the result at the end. Every frame that they
+    receive then has the key of its connection as its User-Id."""
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
-    provider = SimpleNamespace(callback=lambda _domain, key: admits(key.decode()))
-    authenticator.configure_curve_callback(domain=DOMAIN, credentials_provider=provider)
+    authenticator.configure_curve_callback(
+        domain=DOMAIN,
+        credentials_provider=SimpleNamespace(callback=lambda _, key: admits(key.decode())),
+    )
     return authenticator
 
 
@@ -302,8 +328,11 @@ def _write(path: Path, text: str, *, replace: bool = False) -> None:
         os.fsync(folder)
         os.close(folder)
     except FileExistsError:
-        remedy = "a key is never overwritten: choose another name, or move the file away"
-        raise ConfigError(f"{path} exists", expected="a new file", remedy=remedy) from None
+        raise ConfigError(
+            f"{path} exists",
+            expected="a new file",
+            remedy="a key is never overwritten: choose another name, or move the file away",
+        ) from None
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
@@ -316,16 +345,15 @@ def _content(path: Path, *, secret: bool) -> str:
         # Without O_NONBLOCK a pipe in the place of the file would hang its reader.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             found = os.fstat(file.fileno())
-            mode = found.st_mode
-            if not stat.S_ISREG(mode):
+            if not stat.S_ISREG(found.st_mode):
                 raise ConfigError(f"{path}: no key file", expected="a regular file")
             if not secret:
                 _check_writers(path, found)
-            elif mode & (stat.S_IRWXG | stat.S_IRWXO):
+            elif found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise ConfigError(
                     f"{path}: others may read a secret",
                     expected="mode 0600",
-                    got=f"mode {stat.S_IMODE(mode):04o}",
+                    got=f"mode {stat.S_IMODE(found.st_mode):04o}",
                     remedy=f"chmod 600 {path}; a secret that others have read needs a new key",
                 )
             return file.read().decode()
@@ -336,20 +364,25 @@ def _content(path: Path, *, secret: bool) -> str:
 
 
 def _check_writers(path: Path, found: os.stat_result) -> None:
-    """Raises ConfigError unless this user and root alone may change a file, or swap the files of a
-    folder. With the sticky bit a folder keeps the files of each user from the others."""
-    what, mode, user = f"{path}: others may admit keys", found.st_mode, os.geteuid()
+    """Raises ConfigError unless only this user and root may change a file, or swap the files of a
+    folder. A folder with the sticky bit protects the files of each user from the others."""
+    mode = found.st_mode
+    user = os.geteuid()
     if found.st_uid not in (user, 0):
         raise ConfigError(
-            what,
+            f"{path}: others may admit keys",
             expected=f"a file or folder of user {user} or root",
             got=f"user {found.st_uid}",
             remedy=f"chown {user} {path}; or type the command as the user of the broker",
         )
     is_sticky = stat.S_ISDIR(mode) and mode & stat.S_ISVTX
     if mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky:
-        expected, got = "write permission for its owner alone", f"mode {stat.S_IMODE(mode):04o}"
-        raise ConfigError(what, expected=expected, got=got, remedy=f"chmod go-w {path}")
+        raise ConfigError(
+            f"{path}: others may admit keys",
+            expected="write permission for its owner alone",
+            got=f"mode {stat.S_IMODE(mode):04o}",
+            remedy=f"chmod go-w {path}",
+        )
 
 
 def _parsed(text: str, type_: type[T], path: Path) -> T:
@@ -358,7 +391,7 @@ def _parsed(text: str, type_: type[T], path: Path) -> T:
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}", remedy="a name with dots needs quotes") from None
     except (ValueError, RecursionError) as error:
-        # Not the parser's own words: they may quote a line, which may hold a secret.
+        # The parser's own words may quote a line, which may hold a secret.
         line = re.search("line [0-9]+", str(error))
         where = line[0] if line else "at its end"
         raise ConfigError(f"{path}, {where}", expected='TOML: name = "key"') from None

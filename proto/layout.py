@@ -24,15 +24,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from narrows.proto.errors import ConfigError, ErrorCode, bad_input
+from narrows.proto.errors import ConfigError, ErrorCode, fault
 from narrows.proto.messages import ELEMENTS_MAX, FRAGMENTS_MAX, Layout, LayoutEntry, MergeRule
 
 BLOCK: Final = 65_536
 """Elements of a block: the unit of digests, and of what a rank of an island owns."""
 
-
 _Slice: TypeAlias = tuple[int, int, int]
-"""Tensor, first element and elements of whole rows of a tensor."""
+"""Whole rows of a tensor: index of the tensor, first element, elements."""
 
 
 def element_count(entry: LayoutEntry) -> int:
@@ -41,19 +40,18 @@ def element_count(entry: LayoutEntry) -> int:
 
 
 def check_layout(layout: Layout) -> None:
-    """Raises RemoteProtocolError BAD_MESSAGE for a layout that no model has: unique printable
-    names, and sizes within the bounds of messages.py."""
+    """Raises RemoteProtocolError BAD_MESSAGE for a layout that no model has. Names must be unique
+    and printable, and sizes within the bounds of messages.py."""
     names: set[str] = set()
-    elements = 0
     for entry in layout.entries:
         if not entry.name.isprintable():
-            raise bad_input("layout: tensor name", "printable", repr(entry.name))
+            raise fault("layout: tensor name", expected="printable", got=repr(entry.name))
         if entry.name in names:
-            raise bad_input("layout: tensor names", "unique ones", f"{entry.name!r} twice")
+            raise fault("layout: tensor names", expected="unique ones", got=f"{entry.name!r} twice")
         names.add(entry.name)
-        elements += element_count(entry)
+    elements = sum(element_count(entry) for entry in layout.entries)
     if elements > ELEMENTS_MAX:
-        raise bad_input("layout: elements", f"at most {ELEMENTS_MAX}", elements)
+        raise fault("layout: elements", expected=f"at most {ELEMENTS_MAX}", got=elements)
 
 
 def fingerprint(layout: Layout) -> str:
@@ -66,19 +64,21 @@ def differences(ours: Sequence[LayoutEntry], theirs: Sequence[LayoutEntry]) -> l
     our_entries = {entry.name: entry for entry in ours}
     their_entries = {entry.name: entry for entry in theirs}
     found: list[str] = []
-    for name, mine in our_entries.items():
-        if (other := their_entries.get(name)) is None:
+    for name, entry in our_entries.items():
+        if name not in their_entries:
             found.append(f"{name!r} is missing")
             continue
-        for field in ("shape", "dtype", "rule"):
-            expected, got = getattr(mine, field), getattr(other, field)
-            if expected != got:
-                found.append(f"{name!r}: {field} {got}, expected {expected}")
+        their_entry = their_entries[name]
+        found += [
+            f"{name!r}: {field} {getattr(their_entry, field)}, expected {getattr(entry, field)}"
+            for field in ("shape", "dtype", "rule")
+            if getattr(their_entry, field) != getattr(entry, field)
+        ]
     found += [f"{name!r} is not in the run" for name in their_entries if name not in our_entries]
     if our_entries.keys() == their_entries.keys():
         found += [
-            f"tensor {index} is {other!r}, expected {name!r}"
-            for index, (name, other) in enumerate(zip(our_entries, their_entries, strict=True))
+            f"tensor {tensor} is {other!r}, expected {name!r}"
+            for tensor, (name, other) in enumerate(zip(our_entries, their_entries, strict=True))
             if name != other
         ]
     return found[:5]
@@ -118,8 +118,8 @@ class Fragment:
         """(s + 1,) bounds, relative to `offset`, of the pieces cut to `count` elements from
         there."""
         touched = self.pieces_of(offset, count)
-        bounds = self.bounds[touched.start : touched.stop + 1]
-        spans = bounds.clip(offset, offset + count) - offset
+        cut = self.bounds[touched.start : touched.stop + 1].clip(offset, offset + count)
+        spans = cut - offset
         assert spans[0] == 0 and spans[-1] == count, f"{spans} do not cover {count} elements"
         return spans
 
@@ -142,8 +142,12 @@ class Fragment:
         """
         offset = index * chunk_elements
         if not 0 <= offset < self.elements:
-            expected = f"0 to {self.chunk_count(chunk_elements) - 1}"
-            raise bad_input(f"chunk of fragment {self.index}", expected, index, ErrorCode.BAD_CHUNK)
+            raise fault(
+                f"chunk of fragment {self.index}",
+                expected=f"0 to {self.chunk_count(chunk_elements) - 1}",
+                got=index,
+                code=ErrorCode.BAD_CHUNK,
+            )
         return offset, min(chunk_elements, self.elements - offset)
 
 
@@ -153,12 +157,12 @@ def build_table(layout: Sequence[LayoutEntry], fragment_count: int) -> tuple[Fra
     Raises ConfigError if the tensors have not rows enough for that many fragments.
     """
     assert 1 <= fragment_count <= FRAGMENTS_MAX, fragment_count
-    elements = sum(map(element_count, layout))
+    elements = sum(element_count(entry) for entry in layout)
     possible = fragment_count
     # The number of slices never falls when the count rises. So no count between the number of
     # slices and the count that gave it is possible, and stepping down to it misses nothing.
-    while (slices := sum(_slice_count(each, elements, possible) for each in layout)) < possible:
-        possible = slices
+    while (total := sum(_slice_count(each, elements, possible) for each in layout)) < possible:
+        possible = total
     if possible < fragment_count:
         raise ConfigError(
             f"fragments.count: this model cannot be cut into {fragment_count} fragments",
@@ -169,16 +173,16 @@ def build_table(layout: Sequence[LayoutEntry], fragment_count: int) -> tuple[Fra
     # Largest slice first (equal ones in layout order) to the smallest fragment (the first).
     shares: list[list[_Slice]] = [[] for _ in range(fragment_count)]
     heap = [(0, index) for index in range(fragment_count)]
-    for each in sorted(
-        _slices(layout, elements, fragment_count), key=lambda each: (-each[2], each)
-    ):
+    slices = _slices(layout, elements, fragment_count)
+    for tensor, start, count in sorted(slices, key=lambda each: (-each[2], each)):
         filled, index = heap[0]
-        shares[index].append(each)
-        heapreplace(heap, (filled + each[2], index))
+        shares[index].append((tensor, start, count))
+        heapreplace(heap, (filled + count, index))
     table: list[Fragment] = []
     for index, share in enumerate(shares):
         assert share, f"fragment {index} is empty"
-        pieces, offset = list[Piece](), 0
+        pieces: list[Piece] = []
+        offset = 0
         # Layout order within a fragment, so that a copy walks through memory forwards.
         for tensor, start, count in sorted(share):
             pieces.append(Piece(tensor, start, count, offset, layout[tensor].rule))
@@ -191,7 +195,7 @@ def build_table(layout: Sequence[LayoutEntry], fragment_count: int) -> tuple[Fra
 
 def _slice_count(entry: LayoutEntry, elements: int, fragment_count: int) -> int:
     """Slices of a tensor in a model of `elements`: each at most a fragment, or else one row."""
-    rows = entry.shape[0] if entry.shape else 1
+    rows = math.prod(entry.shape[:1])  # 1 for a scalar.
     return min(rows, -(-element_count(entry) * fragment_count // elements))
 
 
@@ -199,8 +203,8 @@ def _slices(layout: Sequence[LayoutEntry], elements: int, fragment_count: int) -
     """All slices in layout order."""
     slices: list[_Slice] = []
     for tensor, entry in enumerate(layout):
-        rows = entry.shape[0] if entry.shape else 1
-        row_elements = element_count(entry) // rows
+        rows = math.prod(entry.shape[:1])
+        row_elements = math.prod(entry.shape[1:])
         cuts = _slice_count(entry, elements, fragment_count)
         # Rows are shared out evenly, so the slices of a tensor differ by at most one row.
         starts = [rows * cut // cuts * row_elements for cut in range(cuts + 1)]

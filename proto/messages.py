@@ -91,7 +91,8 @@ Ranges: TypeAlias = Annotated[
 
 CodecName: TypeAlias = Literal["int4-zstd", "int8-zstd", "f32-blosc2"]
 LOSSLESS: Final[CodecName] = "f32-blosc2"
-"""Codec of states and of version 0, which are nobody's difference: nothing would correct them."""
+"""Codec of states and of version 0: these are values and no differences, so no later push would
+correct their error."""
 
 MergeRule: TypeAlias = Literal["mean", "rda"]
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
@@ -169,7 +170,7 @@ class RunSettings(Struct, frozen=True, forbid_unknown_fields=True):
     sync_period_steps: Annotated[int, Meta(ge=1, le=1_000_000)] = 10
     """H: inner steps between two rounds of a fragment."""
     overlap_steps: Annotated[int, Meta(ge=0, le=1_000_000)] = 2
-    """tau: inner steps that an exchange may take without holding anybody up."""
+    """tau: inner steps that an exchange may take before anything waits for it."""
     keep: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.5
     """Share of the steps made since the snapshot that an adoption keeps."""
     push_codec: CodecName = "int4-zstd"
@@ -350,8 +351,8 @@ class Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
     epoch: Epoch
     kind: DataKind
-    incarnation: Annotated[str, Meta(max_length=80)]
-    """The sender's (up), or that of the learner who asked (down); "" on the shared topic."""
+    incarnation: Annotated[str, Meta(pattern=rf"\A\Z|{INCARNATION_PATTERN}")]
+    """Up: the sender's. Down: the one of the learner that asked; "" on the shared topic."""
     fragment: FragmentIndex
     version: VersionNumber
     """The version that the transfer makes; the base of a PUSH."""
@@ -364,4 +365,4 @@ class Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     result_digest: Digest
     """Digest of the whole published copy once the transfer is applied; 0 on the uplink."""
     contributors: Annotated[tuple[Contributor, ...], Meta(max_length=LEARNERS_MAX)] = ()
-    """Whose pushes a PUBLICATION holds; in its chunk 0 only."""
+    """The pushes that a PUBLICATION holds; in its chunk 0 only."""

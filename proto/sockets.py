@@ -1,4 +1,4 @@
-"""ZeroMQ options of every socket, with their reasons, and what hinders a socket that dials.
+"""ZeroMQ options of every socket, with their reasons, and the troubles of a socket that dials.
 
 libzmq says that a key was refused, or a message damaged, only to a socket's monitor, and then never
 dials again: the socket's owner closes it and makes another one.
@@ -43,9 +43,9 @@ _CURVE_BYTES: Final = 64
 """CURVE makes a frame longer, and libzmq compares the longer one with MAXMSGSIZE."""
 _CONTROL: Final = {zmq.SNDHWM: 1000, zmq.MAXMSGSIZE: CONTROL_BYTES_MAX + _CURVE_BYTES}
 _PAYLOADS: Final = {zmq.RCVHWM: 8, zmq.MAXMSGSIZE: PAYLOAD_BYTES_MAX + _CURVE_BYTES}
-# A queue is small because what waits behind the budget leaves unpaced when a reader resumes. With
-# NODROP a full pipe answers EAGAIN. VERBOSER shows subscriptions that are repeated, too. What comes
-# in is subscriptions; below 512 bytes no CURVE handshake would pass.
+# Queues are small, because messages behind the budget leave unpaced when a reader resumes. With
+# NODROP a full pipe answers EAGAIN. VERBOSER shows repeated subscriptions, too. Only subscriptions
+# come in; below 512 bytes no CURVE handshake would pass.
 _PUBLISHER: Final = {
     zmq.XPUB_NODROP: 1,
     zmq.XPUB_VERBOSER: 1,
@@ -63,7 +63,7 @@ class Kind(Enum):
             **_CONTROL,
             # A message a little over the bound is refused with a reason; one over this, cut off.
             zmq.MAXMSGSIZE: 2 * CONTROL_UP_BYTES_MAX,
-            # Of each connection: who floods waits for the broker.
+            # For each connection: a peer that floods waits for the broker.
             zmq.RCVHWM: 64,
             # A send to a connection that is gone fails.
             zmq.ROUTER_MANDATORY: 1,
@@ -110,23 +110,24 @@ def make_socket(
         else:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN.encode())
-            # Else a socket whose authenticator is gone would admit everybody.
+            # Without this, a socket whose authenticator is gone would admit every key.
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     return socket
 
 
 def send_buffer_bytes(share_bits_per_s: float, streams: int) -> int:
     """SNDBUF of one of `streams` connections that share a learner's rate: 0.1 s of it, at least
-    32 KiB. 0, the kernel's own size, without a rate or above 2 MiB."""
+    32 KiB. 0 stands for the kernel's own size: without a rate, or above 2 MiB."""
     size = max(32 << 10, int(0.1 * share_bits_per_s / 8 / streams))
     return size if share_bits_per_s and size <= 2 << 20 else 0
 
 
 SURE_S: Final = 1.0
-"""A trouble that lasts for so long is one: a broker that starts again breaks handshakes off, too,
-and a machine that is busy lets a connection wait."""
+"""Only a trouble that lasts so long is reported: a broker that starts again breaks handshakes off,
+too, and a busy machine lets a connection wait."""
 PROBE_S: Final = 0.5
-"""A ZeroMQ socket greets at once: whoever has said nothing for so long is none, or stands still."""
+"""A ZeroMQ socket greets at once: a port that says nothing for so long belongs to another program
+or to a process that is stopped."""
 
 _EVENTS: Final = (
     zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
@@ -138,8 +139,8 @@ _GIVE_KEY: Final = "give your site's key: --key FILE, in Python key= (`narrows k
 
 
 def needs_ipv6(address: Address) -> bool:
-    """Whether a socket that dials this address needs IPv6; a host that has both uses IPv4. It asks
-    the resolver, which takes its time. Raises BrokerUnreachable for an unknown host."""
+    """Whether a socket that dials this address needs IPv6; a host that has both uses IPv4. The call
+    asks the resolver, which may take seconds. Raises BrokerUnreachable for an unknown host."""
     try:
         found = tcp.getaddrinfo(address.host.strip("[]"), address.port, type=tcp.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # A label that is empty or too long is no OSError.
@@ -153,8 +154,8 @@ def needs_ipv6(address: Address) -> bool:
 class Dial:
     """A socket that dials a port of the broker, and what its monitor tells of the connection.
 
-    Whoever owns it looks whenever `monitor` is readable, and once in a while: some troubles are
-    known by what does not come. Times are seconds on the caller's monotonic clock.
+    Its owner calls `look` whenever `monitor` is readable, and now and then: some troubles show only
+    in an event that does not come. Times are seconds on the caller's monotonic clock.
     """
 
     def __init__(
@@ -168,17 +169,20 @@ class Dial:
         ipv6: bool = False,
     ) -> None:
         """With `key` it expects the broker whose public key is `server`."""
-        self._address, self._key = address, key
-        pair = key.pair if key else None
-        self.socket = make_socket(context, kind, pair=pair, server=server, ipv6=ipv6)
+        self._address = address
+        self._key = key
+        self.socket = make_socket(
+            context, kind, pair=key.pair if key else None, server=server, ipv6=ipv6
+        )
         self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(_EVENTS)
         self.connected = False
         """The handshake has succeeded, and the connection has not ended since."""
         self.is_silent = False
-        """Somebody takes the connection and says nothing, which a broker that is frozen does."""
+        """The port takes connections and says nothing, as that of a frozen broker does."""
         self._greets_at = self._broken_at = self._dead_at = math.inf
-        """Since when a connection waits for its handshake, handshakes are broken off one after the
-        other, and libzmq has not dialled again after an end."""
+        """Since when a connection waits for its handshake; since when the other side breaks one
+        handshake after the other off; when the last connection ended and libzmq did not dial again.
+        Infinite: that is not so."""
         self._trouble: NarrowsError | None = None
         """Why there is no connection, as far as handshakes tell."""
         self._seen: NarrowsError | None = None
@@ -186,7 +190,7 @@ class Dial:
         self.socket.connect(str(address))
 
     def look(self, now: float) -> bool:
-        """Reads what the monitor tells. True: there is a connection, the first or another one."""
+        """Reads what the monitor tells. True: there is a new connection, the first or another."""
         is_new = False
         while self.monitor.poll(0):
             told = parse_monitor_message(self.monitor.recv_multipart())
@@ -199,33 +203,39 @@ class Dial:
             case zmq.EVENT_CONNECTED:
                 self._greets_at = now
             case zmq.EVENT_CLOSED:  # Nobody listens.
-                self._broken_at, self._trouble, self._seen = math.inf, None, None
+                self._broken_at = math.inf
+                self._trouble = self._seen = None
             case zmq.EVENT_CONNECT_RETRIED:
                 self._greets_at = self._dead_at = math.inf
             case zmq.EVENT_DISCONNECTED:
-                self.connected, self._dead_at = False, now
+                self.connected = False
+                self._dead_at = now
             case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.connected, self._trouble, self._seen = True, None, None
+                self.connected = True
+                self._trouble = self._seen = None
                 self._greets_at = self._broken_at = math.inf
             case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 self._broken_at = min(self._broken_at, now)
                 if now >= self._broken_at + SURE_S:
                     self._trouble = self._broken_off()
             case _:  # A protocol error ends an admitted connection, too.
-                self.connected, self._trouble = False, self._refused(event, value)
+                self.connected = False
+                self._trouble = self._refused(event, value)
 
     def is_dead(self, now: float) -> bool:
-        """Whether libzmq does not dial again, or in vain: another one must take its place."""
+        """Whether libzmq has ceased to dial, or dials in vain: another Dial must take over."""
         return self._trouble is not None or now >= self._dead_at + SURE_S
 
     def error(self, now: float) -> NarrowsError | None:
-        """The trouble of the connection, with the remedy; None: nothing that is certain by now. It
-        may take PROBE_S, once for each connection that says nothing."""
+        """The trouble of the connection, with the remedy; None: none is certain by now.
+
+        The call may take PROBE_S, once for each connection that says nothing.
+        """
         if now >= self._greets_at + SURE_S and not self._trouble:
             self._greets_at = math.inf
             self._seen = self._probe()
         if now >= self._dead_at + SURE_S and not self._seen:
-            # Of some damage libzmq says no more than that the connection has ended.
+            # For some kinds of damage, libzmq tells only that the connection has ended.
             return self._trouble or self._altered()
         return self._trouble or self._seen
 
@@ -236,19 +246,28 @@ class Dial:
         self.socket.close(linger=round(1000 * linger_s))
 
     def _refused(self, event: int, value: int) -> NarrowsError:
-        broker, key = f"the broker at {self._address}", self._key
-        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and key:
-            line = public_line(key.name, key.pair.public)
-            message = f"{broker} does not admit the key of {key.name}"
-            remedy = f"it never did, or no more. Its operator types: narrows keys allow '{line}'"
-        elif value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+        broker = f"the broker at {self._address}"
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and self._key:
+            line = public_line(self._key.name, self._key.pair.public)
+            return Refused(
+                ErrorCode.KEY_REFUSED,
+                f"{broker} does not admit the key of {self._key.name}",
+                remedy=f"it never did, or no more. Its operator types: narrows keys allow '{line}'",
+            )
+        if value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
             return self._altered()
-        elif key:
-            message = f"{broker} has no keys, so nobody knows who it is"
-            remedy = "its operator gives it keys: narrows broker --keys FOLDER; or join without one"
-        else:
-            message, remedy = f"{broker} admits only those who have a key", _GIVE_KEY
-        return Refused(ErrorCode.KEY_REFUSED, message, remedy=remedy)
+        if self._key:
+            return Refused(
+                ErrorCode.KEY_REFUSED,
+                f"{broker} has no keys, so nobody knows who it is",
+                remedy="its operator gives it keys: narrows broker --keys FOLDER; "
+                "or join without one",
+            )
+        return Refused(
+            ErrorCode.KEY_REFUSED,
+            f"{broker} admits only those who have a key",
+            remedy=_GIVE_KEY,
+        )
 
     def _altered(self) -> NarrowsError:
         return BrokerUnreachable(
@@ -257,9 +276,10 @@ class Dial:
         )
 
     def _broken_off(self) -> NarrowsError:
-        """The other side stops, has another key than was expected, or has keys where none was
-        given: it may have closed before libzmq could see that."""
-        why, remedy = "as one does that admits only those who have a key", _GIVE_KEY
+        """The other side stops, has another key than the expected one, or has keys while this side
+        has none: it may have closed before libzmq could see that."""
+        why = "as one does that admits only those who have a key"
+        remedy = _GIVE_KEY
         if self._key is not None:
             why = f"as one does whose key is not {' or '.join(self._key.servers)}"
             remedy = (
@@ -273,10 +293,10 @@ class Dial:
 
     def _probe(self) -> NarrowsError | None:
         """Looks at the first byte that a plain connection gets: ZMTP's greeting begins with FF."""
-        where = self._address.host.strip("[]"), self._address.port
         self.is_silent = False
         try:
-            with tcp.create_connection(where, PROBE_S) as line:
+            place = (self._address.host.strip("[]"), self._address.port)
+            with tcp.create_connection(place, PROBE_S) as line:
                 line.sendall(b"GET / HTTP/1.0\r\n\r\n")  # Most that wait for somebody answer it.
                 first = line.recv(1)
         except TimeoutError:

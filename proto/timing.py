@@ -18,7 +18,7 @@ boundary if one is due before long."""
 
 HEARD_S: Final = 3.0
 """A learner that was heard within this time counts: rounds wait for it, and its name is taken.
-Three Reports must be lost, or it must stand still."""
+It falls silent if three Reports are lost in a row, or if its process stops."""
 
 SILENT_S: Final = 3.0
 """A learner that has heard nothing for this long is offline and says Hello."""
@@ -45,8 +45,8 @@ REPAIR_S: Final = 1.0
 """A receiver asks for what is missing after this long without progress of a transfer."""
 
 REPAIR_MAX_S: Final = 8.0
-"""While nothing at all comes from the peer it asks half as often each time, down to this: its line
-is cut, and questions would pile up."""
+"""While nothing at all comes from the peer, the receiver asks half as often each time, down to once
+in this time: the line is cut, and questions would pile up."""
 
 COPY_AGAIN_S: Final = 1.0
 """A learner that could not make a published copy, or found it damaged, tries again after this long.
@@ -88,15 +88,16 @@ out for as long again."""
 
 REFUSALS_MAX: Final = 100
 
-# Quotas of a key. What is above one is neither read nor answered, and counts as a refused message.
+# Quotas of a key. The broker neither reads nor answers what is above a quota, and counts it as a
+# refused message.
 
 CONTROLS_PER_S: Final = 200
 """Control messages of a key in a second, and as many for each learner of its site that is here. A
-learner says a few, one with steps of a millisecond some hundred."""
+learner sends a few, or some hundred if its steps take a millisecond."""
 
 CONTROLS_AT_ONCE: Final = 2048
-"""Control messages that may come at once beyond those of a second: after a start of the broker, as
-nobody is here, 1,024 learners say Hello and Report."""
+"""Control messages that may come at once beyond those of a second: after a start of the broker no
+learner is here, and 1,024 of them say Hello and Report."""
 
 HANDSHAKES_AT_ONCE: Final = 10_000
 """Handshakes of a key at once: 1,024 learners have nine connections each."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, Final, Self, TypeAlias
 
@@ -16,22 +17,30 @@ from narrows.proto.errors import ConfigError
 Units: TypeAlias = Mapping[str, int | Fraction]
 """Sizes of the units in the base unit, rising."""
 
-CHARACTERS_MAX: Final = 64
+# Number and unit, in 64 characters at most. Two digits of exponent are enough, and keep a short
+# text from asking for a gigabyte of digits.
+_VALUE: Final = re.compile(
+    r"(?=.{0,64}\Z)\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,2})?)\s*([A-Za-z/]*)\s*", re.DOTALL
+)
 
-# Two digits of exponent are enough, and keep a short text from asking for a gigabyte of digits.
-_VALUE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,2})?)\s*([A-Za-z/]*)\s*")
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of quantity: what its errors say, its units, its range."""
+
+    name: str
+    """With its article, for errors: "a duration"."""
+    example: str
+    units: Units
+    maximum: float
+    whole: bool = False
+    """Only whole numbers of the base unit mean anything."""
 
 
 class Quantity(float):
-    """A number with a unit: from 0 to `MAXIMUM` of the base unit. The subclasses name the units."""
+    """A number with a unit: from 0 to the maximum of its kind. The subclasses name the kinds."""
 
-    KIND: ClassVar[str]
-    """With its article, for errors: "a duration"."""
-    EXAMPLE: ClassVar[str]
-    UNITS: ClassVar[Units]
-    MAXIMUM: ClassVar[float]
-    WHOLE: ClassVar[bool] = False
-    """Only whole numbers of the base unit mean anything."""
+    kind: ClassVar[Kind]
 
     @classmethod
     def parse(cls, value: object, place: str = "") -> Self:
@@ -40,28 +49,34 @@ class Quantity(float):
         Raises ConfigError, which begins with `place`, for anything else, for a unit of another
         kind, and outside the range.
         """
-        text, got = str(value), repr(value)[:64]
-        expected = (
-            f'{cls.KIND} such as "{cls.EXAMPLE}" (units: {", ".join(filter(None, cls.UNITS))})'
-        )
-        match = _VALUE.fullmatch(text) if len(text) <= CHARACTERS_MAX else None
+        kind = cls.kind
+        got = repr(value)[:64]
+        units = ", ".join(filter(None, kind.units))
+        expected = f'{kind.name} such as "{kind.example}" (units: {units})'
+        match = _VALUE.fullmatch(str(value))
         if match is None:
-            raise ConfigError(f"{place}not {cls.KIND}", expected=expected, got=got)
-        unit = match[2]
-        if unit and unit not in cls.UNITS:
-            near = [name for name in cls.UNITS if name.lower() == unit.lower()]
-            remedy = f'write "{match[1]}{near[0]}"' if near else ""
-            what = f"{place}{cls.KIND} with an unknown unit"
-            raise ConfigError(what, expected=expected, got=got, remedy=remedy)
+            raise ConfigError(f"{place}not {kind.name}", expected=expected, got=got)
+        number, unit = match.groups()
+        if unit and unit not in kind.units:
+            meant = [name for name in kind.units if name.lower() == unit.lower()]
+            raise ConfigError(
+                f"{place}{kind.name} with an unknown unit",
+                expected=expected,
+                got=got,
+                remedy=f'write "{number}{meant[0]}"' if meant else "",
+            )
         # A fraction, so that no unit loses a digit.
-        number = Fraction(match[1]) * cls.UNITS.get(unit, 1)
-        if number > cls.MAXIMUM:
-            base = next(unit for unit, size in cls.UNITS.items() if size == 1)
-            reach = f"0 to {cls.MAXIMUM:g}{base}"
-            raise ConfigError(f"{place}{cls.KIND} out of range", expected=reach, got=got)
-        if cls.WHOLE and number.denominator != 1:
+        amount = Fraction(number) * kind.units.get(unit, 1)
+        if amount > kind.maximum:
+            base_unit = next(unit for unit, size in kind.units.items() if size == 1)
+            raise ConfigError(
+                f"{place}{kind.name} out of range",
+                expected=f"0 to {kind.maximum:g}{base_unit}",
+                got=got,
+            )
+        if kind.whole and amount.denominator != 1:
             raise ConfigError(f"{place}not a whole number", expected=expected, got=got)
-        return cls(number)
+        return cls(amount)
 
     def text(self) -> str:
         """A short form that `parse` reads: "1.5s", "200ms", "2Gbit/s", "12B", "0"."""
@@ -69,47 +84,59 @@ class Quantity(float):
             return "0"
         # Rounded first: 999.97 Mbit/s is 1Gbit/s and not 1000Mbit/s.
         rounded = float(f"{float(self):.4g}")
-        fitting = [unit for unit, size in self.UNITS.items() if rounded >= float(size)]
-        unit = fitting[-1] if fitting else next(iter(self.UNITS))
-        return f"{rounded / float(self.UNITS[unit]):.4g}{unit}"
+        units = self.kind.units
+        fitting = [unit for unit, size in units.items() if rounded >= float(size)]
+        unit = fitting[-1] if fitting else next(iter(units))
+        return f"{rounded / float(units[unit]):.4g}{unit}"
 
 
 class Duration(Quantity):
     """Seconds."""
 
-    KIND = "a duration"
-    EXAMPLE = "1.5s"
-    UNITS: ClassVar[Units] = {
-        "us": Fraction(1, 10**6), "ms": Fraction(1, 10**3), "s": 1, "min": 60, "h": 3600, "d": 86400
-    }  # fmt: skip
-    MAXIMUM = 1e9
+    kind = Kind(
+        "a duration",
+        "1.5s",
+        {
+            "us": Fraction(1, 10**6),
+            "ms": Fraction(1, 10**3),
+            "s": 1,
+            "min": 60,
+            "h": 3600,
+            "d": 86400,
+        },
+        maximum=1e9,
+    )
 
 
 class BitRate(Quantity):
     """Bits per second."""
 
-    KIND = "a bit rate"
-    EXAMPLE = "2Gbit/s"
-    UNITS: ClassVar[Units] = {
-        "bit/s": 1, "kbit/s": 10**3, "Mbit/s": 10**6, "Gbit/s": 10**9, "Tbit/s": 10**12
-    }  # fmt: skip
-    MAXIMUM = 1e18
+    kind = Kind(
+        "a bit rate",
+        "2Gbit/s",
+        {"bit/s": 1, "kbit/s": 10**3, "Mbit/s": 10**6, "Gbit/s": 10**9, "Tbit/s": 10**12},
+        maximum=1e18,
+    )
 
 
 class Size(Quantity):
     """Bytes."""
 
-    KIND = "a size"
-    EXAMPLE = "2GB"
-    UNITS: ClassVar[Units] = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-    MAXIMUM = 1e18
+    kind = Kind(
+        "a size",
+        "2GB",
+        {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+        maximum=1e18,
+    )
 
 
 class Amount(Quantity):
     """A whole number of things, such as tokens."""
 
-    KIND = "a count"
-    EXAMPLE = "12e9"
-    UNITS: ClassVar[Units] = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-    MAXIMUM = float(1 << 62)
-    WHOLE = True
+    kind = Kind(
+        "a count",
+        "12e9",
+        {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12},
+        maximum=float(1 << 62),
+        whole=True,
+    )

@@ -6,7 +6,6 @@ message is three: topic, header, payload.
 
 from __future__ import annotations
 
-import re
 from typing import Final, TypeVar
 
 import msgspec
@@ -14,7 +13,7 @@ import xxhash
 import zstandard
 
 from narrows.proto import messages as msg
-from narrows.proto.errors import ErrorCode, bad_input
+from narrows.proto.errors import ErrorCode, fault
 
 ENVELOPE: Final = b"NRW" + bytes([msg.PROTOCOL])
 
@@ -25,7 +24,6 @@ _encoder = msgspec.msgpack.Encoder()
 _control: msgspec.msgpack.Decoder[msg.ControlMessage] = msgspec.msgpack.Decoder(msg.ControlMessage)
 _header = msgspec.msgpack.Decoder(msg.Header)
 _layout = msgspec.msgpack.Decoder(msg.Layout)
-_incarnation = re.compile(msg.INCARNATION_PATTERN)
 
 T = TypeVar("T")
 
@@ -39,11 +37,18 @@ def decode_control(frames: list[bytes], bytes_max: int) -> msg.ControlMessage:
     """The message in two frames. Raises RemoteProtocolError: PROTOCOL_VERSION, TOO_LARGE or
     BAD_MESSAGE, with what was expected and what came."""
     if len(frames) != 2 or frames[0][:3] != ENVELOPE[:3] or len(frames[0]) != 4:
-        got = f"{len(frames)} frames, the first {bytes(frames[0][:8])!r}" if frames else "nothing"
-        raise bad_input("control message", "NRW, version, body", got)
+        raise fault(
+            "control message",
+            expected="NRW, version, body",
+            got=f"{len(frames)} frames, the first {bytes(b''.join(frames[:1])[:8])!r}",
+        )
     if frames[0] != ENVELOPE:
-        what, code = "another version of the wire format", ErrorCode.PROTOCOL_VERSION
-        raise bad_input(what, str(msg.PROTOCOL), frames[0][3], code)
+        raise fault(
+            "another version of the wire format",
+            expected=str(msg.PROTOCOL),
+            got=frames[0][3],
+            code=ErrorCode.PROTOCOL_VERSION,
+        )
     return _decode(_control, frames[1], bytes_max, "control message")
 
 
@@ -54,11 +59,7 @@ def encode_header(header: msg.Header) -> bytes:
 
 def decode_header(frame: bytes) -> msg.Header:
     """The header of a data message. Raises RemoteProtocolError BAD_MESSAGE or TOO_LARGE."""
-    header = _decode(_header, frame, msg.HEADER_BYTES_MAX, "data header")
-    if header.incarnation and not _incarnation.match(header.incarnation):
-        expected = "an incarnation (name.8 hex digits)"
-        raise bad_input("data header", expected, repr(header.incarnation))
-    return header
+    return _decode(_header, frame, msg.HEADER_BYTES_MAX, "data header")
 
 
 def pack_layout(layout: msg.Layout) -> bytes:
@@ -72,22 +73,28 @@ def unpack_layout(payload: bytes) -> msg.Layout:
         # -1: the frame does not tell its size.
         size = zstandard.frame_content_size(payload)
         if not 0 <= size <= LAYOUT_BYTES_MAX:
-            expected = f"a zstd frame that tells its size, at most {LAYOUT_BYTES_MAX} bytes"
-            raise bad_input("layout", expected, size, ErrorCode.TOO_LARGE)
+            raise fault(
+                "layout",
+                expected=f"a zstd frame that tells its size, at most {LAYOUT_BYTES_MAX} bytes",
+                got=size,
+                code=ErrorCode.TOO_LARGE,
+            )
         body = zstandard.ZstdDecompressor().decompress(payload, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise bad_input("layout", "a zstd frame", error) from None
+        raise fault("layout", expected="a zstd frame", got=error) from None
     return _decode(_layout, body, LAYOUT_BYTES_MAX, "layout")
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], body: bytes, bytes_max: int, what: str) -> T:
     if len(body) > bytes_max:
-        raise bad_input(what, f"at most {bytes_max} bytes", len(body), ErrorCode.TOO_LARGE)
+        raise fault(
+            what, expected=f"at most {bytes_max} bytes", got=len(body), code=ErrorCode.TOO_LARGE
+        )
     try:
         return decoder.decode(body)
     # UnicodeDecodeError: a text that is not UTF-8. RecursionError: arrays within an untyped map.
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_input(what, "as in PROTOCOL.md", error) from None
+        raise fault(what, expected="as in PROTOCOL.md", got=error) from None
 
 
 def digest(data: bytes | memoryview) -> int:

@@ -23,9 +23,7 @@ class Workers:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._finished: SimpleQueue[tuple[Future[Any], Done]] = SimpleQueue()
         self._closing = RLock()
-        self.wake_fd, self._write_fd = os.pipe()
-        os.set_blocking(self.wake_fd, False)
-        os.set_blocking(self._write_fd, False)
+        self.wake_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self, work: Callable[[], Any], done: Done) -> None:
         """Runs `work` on a thread, then `done(result or exception, now)` in `finish`."""
@@ -34,7 +32,7 @@ class Workers:
             self._finished.put((future, done))
             self.wake()
 
-        with suppress(RuntimeError):  # Closed meanwhile: nobody waits for the result.
+        with suppress(RuntimeError):  # It is closed: nobody waits for the result.
             self._threads.submit(work).add_done_callback(hand_over)
 
     def wake(self) -> None:
@@ -46,7 +44,7 @@ class Workers:
                     os.write(self._write_fd, b"\0")
 
     def finish(self, now: float) -> None:
-        """On the loop: tells what is done."""
+        """On the loop: calls `done` for all work that has ended."""
         with suppress(BlockingIOError):
             os.read(self.wake_fd, 4096)
         while not self._finished.empty():  # Nobody else takes from it.
@@ -55,14 +53,14 @@ class Workers:
                 done(future.exception() or future.result(), now)
 
     def drain(self) -> None:
-        """Waits for what runs, drops what has not begun; `finish` still tells what was done."""
+        """Waits for running work and drops the rest; `finish` still calls `done` for the former."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def close(self) -> None:
         """Drains, and closes the wake pipe. A second call is harmless."""
         self.drain()
         with self._closing:
-            write_fd, self._write_fd = self._write_fd, -1
-            if write_fd >= 0:
+            if self._write_fd >= 0:
                 os.close(self.wake_fd)
-                os.close(write_fd)
+                os.close(self._write_fd)
+                self._write_fd = -1

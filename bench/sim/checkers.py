@@ -220,6 +220,10 @@ class Checkers:
             (each.incarnation, each.fragment, each.push_id)
             for round_ in host.syncer.state.rounds
             for each in round_.inbox.values()
+        } | {
+            (each.incarnation, index, each.push_id)
+            for index, round_ in enumerate(host.syncer.state.rounds)
+            for each in round_.taken
         }
         if stray := kept - waiting:
             raise Wrong(f"no leak: payloads of pushes that nobody waits for: {sorted(stray)[:3]}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -17,6 +17,7 @@ from cyclopts import Parameter
 from narrows.broker.config import BrokerConfig, assigned, load_broker
 from narrows.broker.process.pipeline import SNAPSHOT_VERSIONS
 from narrows.broker.syncer.state import IN_FLIGHT_MAX
+from narrows.proto.codec import CODECS
 from narrows.proto.config import given_keys
 from narrows.proto.errors import ConfigError
 from narrows.proto.flow.budget import wire_bytes
@@ -54,16 +55,13 @@ GAUSSIAN_BITS: Final = 2.05
 """Differential entropy of a Gaussian value of deviation 1."""
 FRAME_BYTES: Final = (22, 69)
 """Topic and header of a data message with long names and numbers."""
-CODE_BYTES: Final[Mapping[CodecName, float]] = {
-    "int4-zstd": 0.5, "int8-zstd": 1.0, "f32-blosc2": 4.0,
-}  # fmt: skip
 
 
 def payload_bits(codec: CodecName, rho: float) -> float:
     """Bits per parameter: about the entropy of Gaussian values in steps of rho, which zstd nearly
-    reaches; the width of a float for `f32-blosc2`."""
-    if codec == "f32-blosc2":
-        return 32.0
+    reaches; without codes the width of a float."""
+    if not CODECS[codec].coded:
+        return float(CODECS[codec].bits)
     return max(0.5, GAUSSIAN_BITS - math.log2(rho))
 
 
@@ -108,7 +106,7 @@ def figures(
     # Memory and disk, in bytes per parameter. On disk are two snapshots, a third one while it is
     # written, and the payloads since the older one.
     flight = min(IN_FLIGHT_MAX, fragments) / fragments
-    waiting = learners * (CODE_BYTES[config.codec.push] + push / 8)
+    waiting = learners * (CODECS[config.codec.push].bits / 8 + push / 8)
     memory = STATE_BYTES + FIRST_COPY_BYTES + PUBLICATIONS_KEPT * publish / 8
     written = learners * push / 8 / period_s
     disk = 3 * STATE_BYTES + 2 * SNAPSHOT_VERSIONS * period_s * written

@@ -17,7 +17,7 @@ from typing import Final, get_args
 import numpy as np
 
 from narrows.broker.merging.sums import Vector, in_order, norms_of, weighted_sums
-from narrows.broker.records import Contribution, FragmentState, Policy, Round, Version
+from narrows.broker.records import Contribution, FragmentState, NotFinite, Policy, Round, Version
 from narrows.proto.codec import (
     F32,
     F64,
@@ -55,7 +55,7 @@ def merge(
     chunks of the contributions gives them as `decoded`, in the same order; else the payloads are
     decoded here. Either way they stay codes, and become floats a slice at a time.
 
-    Raises FloatingPointError, which names the longest push, if a parameter or the publication
+    Raises NotFinite, which names the longest push, if a parameter or the publication
     would not be finite.
     """
     contributions = round_.contributions
@@ -90,10 +90,11 @@ def merge(
     except (FloatingPointError, LocalProtocolError) as error:
         norm = max(norms)
         longest = contributions[norms.index(norm)]
-        raise FloatingPointError(
+        raise NotFinite(
             f"version {round_.version} of fragment {fragment.index} would not be finite ({error}). "
             f"The longest push is number {longest.push_id} of {longest.learner}, of norm "
-            f"{norm:.3g}: look at that learner's loss. The fragment stays at the version before"
+            f"{norm:.3g}: look at that learner's loss",
+            longest,
         ) from error
     state = FragmentState.of(fragment.index, round_.version, params, momentum, advanced)
     return Version(round_, state, weights, publication, norms)

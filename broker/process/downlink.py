@@ -101,12 +101,15 @@ class Downlink:
 
     # -- who listens
 
-    def listens(self, connection: Connection, topic: str, is_on: bool, now: float) -> None:
+    def listens(self, connection: Connection, topic: str, is_on: bool, now: float) -> bool:
         """A connection subscribes to a topic, or ends that. Said twice it changes nothing: else a
-        peer could have publications charged to the budget that go nowhere."""
+        peer could have publications charged to the budget that go nowhere. False: it has too many
+        topics, which cost libzmq a KiB each."""
         topics = self._topics.setdefault(connection, {})
-        if is_on == (topic in topics) or (is_on and len(topics) == TOPICS_MAX):
-            return
+        if is_on == (topic in topics):
+            return True
+        if is_on and len(topics) == TOPICS_MAX:
+            return False
         if is_on:
             topics[topic] = None
         else:
@@ -124,6 +127,7 @@ class Downlink:
             for fetch in self._early.pop(incarnation):
                 self._answer(incarnation, fetch, now)
             self.pump(now)
+        return True
 
     def keep_listeners(self, is_open: Callable[[Connection], bool]) -> None:
         """Forgets the connections that have ended."""

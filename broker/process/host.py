@@ -23,9 +23,6 @@ from narrows.proto import wire
 from narrows.proto.errors import RETRIED, ErrorCode, RemoteProtocolError, printable
 from narrows.proto.ports import BrokerWires, Done, Pool
 
-NO_FAULT = frozenset({*RETRIED, ErrorCode.MERGE_FAILED})
-"""Refusals that an honest learner meets; they do not count against its key."""
-
 
 class Host:
     """One life of the broker, from the state directory on."""
@@ -122,18 +119,28 @@ class Host:
         self._perform(now)
 
     def _chunk(self, header: msg.Header, payload: bytes, now: float) -> None:
-        if (got := wire.digest(payload)) != header.payload_digest:
+        digest = wire.digest(payload)
+        if digest != header.payload_digest:
             # Damaged on its way, so it counts as lost.
-            what = f"payload of chunk {header.chunk} of fragment {header.fragment}"
-            expected, remedy = f"{header.payload_digest:016x}", "it is asked for again"
-            raise fault(what, expected, f"{got:016x}", remedy, ErrorCode.BAD_DIGEST)
+            raise fault(
+                f"payload of chunk {header.chunk} of fragment {header.fragment}",
+                expected=f"{header.payload_digest:016x}",
+                got=f"{digest:016x}",
+                remedy="it is asked for again",
+                code=ErrorCode.BAD_DIGEST,
+            )
         if header.kind is msg.DataKind.PUSH:
             if self.syncer.wants(header, now):
                 self._up_bytes[wire.name_of(header.incarnation)] += len(payload)
                 self.pipeline.keep(header, payload)
         elif header.codec != msg.LOSSLESS:
-            what, remedy = "codec of version 0", "send version 0 without loss"
-            raise fault(what, msg.LOSSLESS, header.codec, remedy, ErrorCode.BAD_CHUNK)
+            raise fault(
+                "codec of version 0",
+                expected=msg.LOSSLESS,
+                got=header.codec,
+                remedy="send version 0 without loss",
+                code=ErrorCode.BAD_CHUNK,
+            )
         elif header.kind is msg.DataKind.LAYOUT:
             if self.syncer.wants_layout(header.incarnation):
                 self.syncer.layout(header.incarnation, wire.unpack_layout(payload), now)
@@ -232,7 +239,7 @@ class Host:
                 self._on_note(effect)
 
     def _send(self, peer: str, message: msg.ControlMessage, now: float) -> None:
-        if isinstance(message, msg.Refuse) and message.code not in NO_FAULT:
+        if isinstance(message, msg.Refuse) and message.code not in RETRIED:
             self._on_fault(peer, now)
         if isinstance(message, msg.Status):
             self._with_bytes(message.status)
@@ -250,13 +257,13 @@ def _checked_header(site: str | None, frames: list[bytes]) -> msg.Header:
     expected = "topic, header and payload of a PUSH, SEED or LAYOUT that names its learner"
     remedy = "connect learners to the uplink, not brokers"
     if len(frames) != 3:
-        raise fault("data", expected, f"{len(frames)} frames", remedy)
+        raise fault("data", expected=expected, got=f"{len(frames)} frames", remedy=remedy)
     header = wire.decode_header(frames[1])
     name, kind = wire.name_of(header.incarnation), header.kind
     if not name or kind in (msg.DataKind.PUBLICATION, msg.DataKind.STATE):
-        raise fault("data", expected, f"{kind.name} of {name!r}", remedy)
+        raise fault("data", expected=expected, got=f"{kind.name} of {name!r}", remedy=remedy)
     if site is not None and not wire.speaks_for(site, name):
         what, expected = "the key is another site's", f"a learner named {site} or {site}/..."
         remedy = "use the key of the learner's own site"
-        raise fault(what, expected, name, remedy, ErrorCode.KEY_NAME)
+        raise fault(what, expected=expected, got=name, remedy=remedy, code=ErrorCode.KEY_NAME)
     return header

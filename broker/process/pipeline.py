@@ -190,7 +190,7 @@ class Pipeline:
         contributions: list[Contribution] = []
         decoded: list[list[DecodedChunk]] = []
         for contribution in due.contributions:
-            push = self.pushes.pop((contribution.incarnation, due.fragment, contribution.push_id))
+            push = self.pushes[contribution.incarnation, due.fragment, contribution.push_id]
             indexes = range(len(push.payloads))
             contributions.append(
                 replace(contribution, chunks=tuple(push.payloads[index] for index in indexes))
@@ -209,7 +209,10 @@ class Pipeline:
         if isinstance(result, FloatingPointError | NarrowsError):
             self._syncer.failed(order, result, now)
             return
-        self._undurable[order.round_.fragment] = result_of(result)
+        due = order.round_
+        self._undurable[due.fragment] = result_of(result)
+        for push in due.contributions:
+            del self.pushes[push.incarnation, due.fragment, push.push_id]
         self._reach("merged")
         self._syncer.done(order, now)
 
@@ -412,22 +415,25 @@ def _refusal(
     if isinstance(error, MemoryError):
         return fault(
             "the model does not fit into the broker's memory",
-            "about 20 bytes of memory for each parameter",
-            f"{sum(math.prod(each.shape) for each in layout.entries)} parameters",
-            "run the broker on a larger machine, or train a smaller model", ErrorCode.TOO_LARGE,
-        )  # fmt: skip
+            expected="about 20 bytes of memory for each parameter",
+            got=f"{sum(math.prod(each.shape) for each in layout.entries)} parameters",
+            remedy="run the broker on a larger machine, or train a smaller model",
+            code=ErrorCode.TOO_LARGE,
+        )
     if error.code is ErrorCode.NOT_FINITE:  # Asked again, its learner would send the same.
         return fault(
             "version 0",
-            error.expected,
-            error.got,
-            "start it with parameters that are finite",
-            ErrorCode.NOT_FINITE_SEED,
+            expected=error.expected,
+            got=error.got,
+            remedy="start it with parameters that are finite",
+            code=ErrorCode.NOT_FINITE_SEED,
         )
     code = error.code
     if code is ErrorCode.CONFIG:  # It fits neither the settings nor the initial file.
         code = ErrorCode.LAYOUT_DIFFERS
-    return fault(error.message, error.expected, error.got, error.remedy, code)
+    return fault(
+        error.message, expected=error.expected, got=error.got, remedy=error.remedy, code=code
+    )
 
 
 def result_of(result: Any) -> Any:

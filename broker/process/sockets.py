@@ -20,7 +20,7 @@ import zmq
 from narrows.broker.config import BrokerConfig
 from narrows.broker.process.connections import Connections
 from narrows.broker.process.door import Door, bind, listening_address
-from narrows.broker.process.downlink import Connection
+from narrows.broker.process.downlink import TOPICS_MAX, Connection
 from narrows.broker.process.host import Host
 from narrows.proto.config import Address
 from narrows.proto.keys import KeyPair, read_broker_key, serve_keys
@@ -213,12 +213,14 @@ class BrokerSockets:
         is_on = change == b"\1"
         if self.door and is_on and not self.door.may_hear(received.key, topic):
             # It would cost the line a second copy, and libzmq cannot refuse it.
-            self.door.keep_out(received.key, f"it listens to {topic[:80]!r}", now)
-            self._end_connections({received.key})
+            self._keep_out(self.door, received.key, f"it listens to {topic[:80]!r}")
             return
         connection = _open_connection(received.descriptor)
-        if connection is not None and change in (b"\0", b"\1"):
-            host.downlink.listens(connection, topic.decode(errors="replace"), is_on, now)
+        if connection is None or change not in (b"\0", b"\1"):
+            return
+        has_room = host.downlink.listens(connection, topic.decode(errors="replace"), is_on, now)
+        if self.door is not None and not has_room:
+            self._keep_out(self.door, received.key, f"it listens to more than {TOPICS_MAX} topics")
 
     def _read_control(self, host: Host, received: Received, now: float) -> None:
         key = received.key
@@ -259,6 +261,10 @@ class BrokerSockets:
             host.revoked(sites, now)
         self._gone = gone
 
+    def _keep_out(self, door: Door, key: str, why: str) -> None:
+        door.keep_out(key, why, time.monotonic())
+        self._end_connections({key})
+
     def _end_connections(self, keys: set[str], *, is_silent_ended: bool = False) -> None:
         for connections in self._connections.values():
             connections.end(
@@ -295,12 +301,11 @@ class BrokerSockets:
                 key = str(frames[-1].get("User-Id"))
                 site = self.door.site(key)
             self._connections[socket].heard(descriptor, key)
-            if not is_too_long:
-                yield Received(descriptor, key, site, frames)
-            elif self.door is not None:
+            # What is left of a message that is too long is refused, as any of another number.
+            yield Received(descriptor, key, site, frames)
+            if is_too_long and self.door is not None:
                 why = f"it sent a message of more than {FRAMES_MAX} frames"
-                self.door.keep_out(key, why, time.monotonic())
-                self._end_connections({key})
+                self._keep_out(self.door, key, why)
 
     def _throw_away(self, socket: Socket) -> bool:
         """Reads on in a message that is too long. True: it is over."""

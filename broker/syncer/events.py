@@ -30,7 +30,8 @@ class Seed(NamedTuple):
 
 
 class MergeRound(NamedTuple):
-    """Merge the pushes of a round on a worker. A failure refuses them all."""
+    """Merge the pushes of a round on a worker. Where the sum is not finite, the longest push is
+    refused and the others are merged without it; any other failure refuses them all."""
 
     round_: Round
     """Its contributions are in the order of sums, and have no chunks: the pipeline keeps those."""

@@ -99,45 +99,57 @@ class Joining:
         name = hello.name
         if hello.protocol != msg.PROTOCOL:
             raise fault(
-                "another version of the wire format", str(msg.PROTOCOL), str(hello.protocol),
-                "install the same version of narrows on both sides", ErrorCode.PROTOCOL_VERSION,
-            )  # fmt: skip
+                "another version of the wire format",
+                expected=str(msg.PROTOCOL),
+                got=str(hello.protocol),
+                remedy="install the same version of narrows on both sides",
+                code=ErrorCode.PROTOCOL_VERSION,
+            )
         if site is not None and not speaks_for(site, name):
             raise fault(
-                "this key may not speak for this name", f"{site} or {site}/...", name,
-                "start the learner with a name of its key's site, or with that site's key",
-                ErrorCode.KEY_NAME,
-            )  # fmt: skip
+                "this key may not speak for this name",
+                expected=f"{site} or {site}/...",
+                got=name,
+                remedy="start the learner with a name of its key's site, or with that site's key",
+                code=ErrorCode.KEY_NAME,
+            )
         if name_of(hello.incarnation) != name:
             raise fault(
-                "incarnation", f"{name}. and eight hex digits", hello.incarnation,
-                "make the incarnation of the learner's own name", ErrorCode.BAD_NAME,
-            )  # fmt: skip
+                "incarnation",
+                expected=f"{name}. and eight hex digits",
+                got=hello.incarnation,
+                remedy="make the incarnation of the learner's own name",
+                code=ErrorCode.BAD_NAME,
+            )
         holder = self.state.members.by_name.get(name)
         if holder and holder.incarnation != hello.incarnation and holder.is_heard(now):
             raise fault(
                 f"another process is {name}",
-                f"a name that nobody has used in the last {HEARD_S:g} s",
-                f"{name}, heard {now - holder.heard_at:.1f} s ago",
-                "choose another name, or stop the other process first", ErrorCode.NAME_IN_USE,
-            )  # fmt: skip
+                expected=f"a name that nobody has used in the last {HEARD_S:g} s",
+                got=f"{name}, heard {now - holder.heard_at:.1f} s ago",
+                remedy="choose another name, or stop the other process first",
+                code=ErrorCode.NAME_IN_USE,
+            )
         if hello.run_id not in ("", self.state.run_id):
             self._meet_stranger(hello, now)
             raise fault(
                 "this broker holds another run than this learner belongs to",
-                f"run {self.state.run_id}", f"run {short(hello.run_id)}",
-                "if the broker's state directory was lost, or is not mounted, stop this broker and "
-                "start it with the right --state-dir: the learner trains on and comes back. To "
-                "join this run instead, start the learner again", ErrorCode.WRONG_RUN,
-            )  # fmt: skip
+                expected=f"run {self.state.run_id}",
+                got=f"run {short(hello.run_id)}",
+                remedy="if the broker's state directory was lost, or is not mounted, stop this "
+                "broker and start it with the right --state-dir: the learner trains on and comes "
+                "back. To join this run instead, start the learner again",
+                code=ErrorCode.WRONG_RUN,
+            )
         count = self.state.settings.fragments
         if len(hello.copies) not in (0, count):
             raise fault(
                 "this learner's model is cut into another number of fragments",
-                f"{count} fragments, or none", str(len(hello.copies)),
-                "start the learner again: the run's number of fragments has changed",
-                ErrorCode.LAYOUT_DIFFERS,
-            )  # fmt: skip
+                expected=f"{count} fragments, or none",
+                got=str(len(hello.copies)),
+                remedy="start the learner again: the run's number of fragments has changed",
+                code=ErrorCode.LAYOUT_DIFFERS,
+            )
 
     def _meet_stranger(self, hello: msg.Hello, now: float) -> None:
         """Names a learner of another run once, though it says Hello each second."""
@@ -169,14 +181,19 @@ class Joining:
         if half <= taken < len(here):
             raise fault(
                 f"{site} has no place left while other sites are here",
-                f"half of the places, {half}, for one site", "one more",
-                f"wait until a learner of {site} leaves", ErrorCode.OVER_CAPACITY,
-            )  # fmt: skip
+                expected=f"half of the places, {half}, for one site",
+                got="one more",
+                remedy=f"wait until a learner of {site} leaves",
+                code=ErrorCode.OVER_CAPACITY,
+            )
         if len(here) >= msg.LEARNERS_MAX:
             raise fault(
-                "the run is full", f"at most {msg.LEARNERS_MAX} learners", "one more",
-                "wait until a learner leaves", ErrorCode.OVER_CAPACITY,
-            )  # fmt: skip
+                "the run is full",
+                expected=f"at most {msg.LEARNERS_MAX} learners",
+                got="one more",
+                remedy="wait until a learner leaves",
+                code=ErrorCode.OVER_CAPACITY,
+            )
 
     def _go_back(self, hello: msg.Hello) -> tuple[int, ...]:
         """Fragments whose copy is not part of this history: the state directory is an older copy.

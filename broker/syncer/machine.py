@@ -128,9 +128,9 @@ class Syncer:
             case _:
                 raise fault(
                     "a message that only the broker sends",
-                    "Hello, Report, Push, Fetch, AskStatus or Bye",
-                    type(message).__name__,
-                    "connect learners to the broker, not brokers to each other",
+                    expected="Hello, Report, Push, Fetch, AskStatus or Bye",
+                    got=type(message).__name__,
+                    remedy="connect learners to the broker, not brokers to each other",
                 )
 
     def _take_report(self, member: Member, report: msg.Report, now: float) -> None:
@@ -139,9 +139,9 @@ class Syncer:
         if len(report.bases) != count:
             raise fault(
                 "Report.bases",
-                f"{count} fragments, as Welcome told",
-                str(len(report.bases)),
-                "report -1 for a fragment without a version",
+                expected=f"{count} fragments, as Welcome told",
+                got=str(len(report.bases)),
+                remedy="report -1 for a fragment without a version",
             )
         heads = self.state.heads if self.state.is_open else [-1] * count
         # A learner ahead of us has not read its Welcome yet: it is about to go back.
@@ -154,9 +154,9 @@ class Syncer:
         if not state.is_open or fetch.fragment >= len(state.heads):
             raise fault(
                 "Fetch",
-                f"a fragment below {len(state.heads)}" if state.is_open else "none yet",
-                f"one of fragment {fetch.fragment}",
-                "wait for a Welcome with role adopt, and cut the model as it tells",
+                expected=f"a fragment below {len(state.heads)}" if state.is_open else "none yet",
+                got=f"one of fragment {fetch.fragment}",
+                remedy="wait for a Welcome with role adopt, and cut the model as it tells",
             )
         head = state.heads[fetch.fragment]
         window = state.settings.window_messages
@@ -173,10 +173,10 @@ class Syncer:
         if not exists or end > chunks or asked > window:
             raise fault(
                 "Fetch",
-                f"a STATE of 0 to {head}, or a PUBLICATION of 1 to {head} if there is one; "
-                f"chunks 0 to {chunks - 1}, {window} of them at a time",
-                f"{fetch.kind.name} of version {fetch.version}, {asked} chunks up to {end - 1}",
-                "ask for what the last Beat names, in parts",
+                expected=f"a STATE of 0 to {head}, or a PUBLICATION of 1 to {head} if there is one;"
+                f" chunks 0 to {chunks - 1}, {window} of them at a time",
+                got=f"{fetch.kind.name} of version {fetch.version}, {asked} chunks up to {end - 1}",
+                remedy="ask for what the last Beat names, in parts",
             )
 
     def revoked(self, sites: Collection[str], now: float) -> None:
@@ -249,7 +249,7 @@ class Syncer:
                 assert isinstance(error, NarrowsError)
                 self._seeding.failed(error)
             case ev.MergeRound(round_):
-                self._rounds.merge_failed(round_.fragment, error)
+                self._rounds.merge_failed(round_, error)
             case ev.Commit(fragment):
                 self._rounds.disk_failed(fragment, error)
         self.advance(now)

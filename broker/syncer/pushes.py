@@ -43,17 +43,18 @@ class Pushes:
             if push.base > self.state.heads[push.fragment]:
                 raise fault(
                     "base of a push",
-                    f"at most {self.state.heads[push.fragment]}",
-                    str(push.base),
-                    "fetch and adopt the newest version",
+                    expected=f"at most {self.state.heads[push.fragment]}",
+                    got=str(push.base),
+                    remedy="fetch and adopt the newest version",
                 )
             if push.push_id <= member.refused[push.fragment]:
                 # The learner was away when its push was refused, and would wait for ever.
                 raise fault(
                     "a push that was refused before",
-                    f"an id above {member.refused[push.fragment]}",
-                    str(push.push_id),
-                    "count its tokens and steps as unpushed, and push them under the next id",
+                    expected=f"an id above {member.refused[push.fragment]}",
+                    got=str(push.push_id),
+                    remedy="count its tokens and steps as unpushed, and push them under the next "
+                    "id",
                 )
             waiting = self._place(member, push.fragment, push.push_id, now)
         except RemoteProtocolError as error:
@@ -105,23 +106,23 @@ class Pushes:
         if not self.state.is_open:
             raise fault(
                 "a push before version 0",
-                "one after it",
-                "a run that has not begun",
-                "wait for a Welcome with role adopt",
+                expected="one after it",
+                got="a run that has not begun",
+                remedy="wait for a Welcome with role adopt",
             )
         if self.state.phase is msg.Phase.ENDED:
             raise fault(
                 "a push after the last round",
-                "none",
-                f"one of fragment {fragment}",
-                "adopt the final model and leave",
+                expected="none",
+                got=f"one of fragment {fragment}",
+                remedy="adopt the final model and leave",
             )
         if fragment >= len(self.state.rounds):
             raise fault(
                 "fragment of a push",
-                f"0 to {len(self.state.rounds) - 1}",
-                str(fragment),
-                "cut the model into the fragments that Welcome tells",
+                expected=f"0 to {len(self.state.rounds) - 1}",
+                got=str(fragment),
+                remedy="cut the model into the fragments that Welcome tells",
             )
 
     def _check_coding(self, header: msg.Header) -> None:
@@ -131,10 +132,10 @@ class Pushes:
         if header.codec != codec or header.chunk >= chunks:
             raise fault(
                 "chunk of a push",
-                f"chunk 0 to {chunks - 1} with codec {codec}",
-                f"chunk {header.chunk} with codec {header.codec}",
-                "encode pushes as the settings in Welcome say",
-                ErrorCode.BAD_CHUNK,
+                expected=f"chunk 0 to {chunks - 1} with codec {codec}",
+                got=f"chunk {header.chunk} with codec {header.codec}",
+                remedy="encode pushes as the settings in Welcome say",
+                code=ErrorCode.BAD_CHUNK,
             )
 
     # The inbox.
@@ -175,9 +176,9 @@ class Pushes:
         if push_id <= self.state.newest_push(member.incarnation, fragment):
             raise fault(
                 "a push that was merged long ago",
-                "one that no version holds",
-                str(push_id),
-                "adopt the newest version: it holds this push; then push what is new",
+                expected="one that no version holds",
+                got=str(push_id),
+                remedy="adopt the newest version: it holds this push; then push what is new",
             )
 
     def _check_room(self, member: Member, round_: FragmentRound) -> None:
@@ -185,11 +186,11 @@ class Pushes:
         if sum(each.learner == member.name for each in round_.inbox.values()) >= LIVES_MAX:
             raise fault(
                 "too many pushes wait for the next round",
-                f"those of {LIVES_MAX} incarnations of {member.name}",
-                "one more",
-                "count its tokens and steps as unpushed, and push them when a round has been "
-                "merged",
-                ErrorCode.OVER_CAPACITY,
+                expected=f"those of {LIVES_MAX} incarnations of {member.name}",
+                got="one more",
+                remedy="count its tokens and steps as unpushed, and push them when a round has "
+                "been merged",
+                code=ErrorCode.OVER_CAPACITY,
             )
 
     def _drop(self, waiting: WaitingPush) -> None:

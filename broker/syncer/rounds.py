@@ -12,10 +12,10 @@ ids change in `durable` and nowhere else.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
-from narrows.broker.records import Round
+from narrows.broker.records import NotFinite, Round
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.ending import Ending
 from narrows.broker.syncer.members import COUNTS_PERIODS, Member
@@ -220,29 +220,38 @@ class Rounds:
             )
         )
 
-    def merge_failed(self, fragment: int, error: Exception) -> None:
-        """Nothing has changed; the learners push these steps again."""
-        round_ = self.state.rounds[fragment]
+    def merge_failed(self, due: Round, error: Exception) -> None:
+        """Nothing has changed. If one push is to blame, it is refused and the others are merged
+        without it: one learner must not keep the work of all out. Else all are refused; what a
+        refused push holds travels with the next one."""
+        round_ = self.state.rounds[due.fragment]
+        refused = round_.taken
+        if isinstance(error, NotFinite):
+            refused = tuple(push for push in round_.taken if push.order == error.longest.order)
         self.state.note(
             "merge_failed",
-            f"fragment {fragment}: {error}",
+            f"fragment {due.fragment}: {error}",
             warning=True,
-            fragment=fragment,
-            learners=[push.learner for push in round_.taken],
+            fragment=due.fragment,
+            learners=[push.learner for push in refused],
         )
         refusal = fault(
-            f"the merge of fragment {fragment} failed",
-            "finite sums",
-            str(error)[:200],
-            "the steps stay in your parameters and travel with the next push",
-            ErrorCode.MERGE_FAILED,
+            f"the merge of fragment {due.fragment} failed",
+            expected="finite sums",
+            got=str(error)[:200],
+            remedy="the steps stay in your parameters and travel with the next push",
+            code=ErrorCode.MERGE_FAILED,
         )
-        for push in round_.taken:
+        for push in refused:
+            self.state.effects.append(ev.Drop(due.fragment, push.incarnation, push.push_id))
             member = self.state.members.of(push.incarnation)
             if member is not None:
-                self.pushes.refuse(member, fragment, push.push_id, refusal)
-        round_.taken = ()
-        self.move(round_, Step.FAILED)
+                self.pushes.refuse(member, due.fragment, push.push_id, refusal)
+        round_.taken = tuple(push for push in round_.taken if push not in refused)
+        if round_.taken:
+            self.state.effects.append(ev.MergeRound(replace(due, contributions=round_.taken)))
+        else:
+            self.move(round_, Step.FAILED)
 
     # Commit.
 

@@ -109,18 +109,18 @@ class Seeding:
         if fingerprint(layout) != expected:
             raise fault(
                 "layout",
-                f"the one that Hello told, {expected}",
-                fingerprint(layout),
-                "build the model before the learner, and do not change it after that",
+                expected=f"the one that Hello told, {expected}",
+                got=fingerprint(layout),
+                remedy="build the model before the learner, and do not change it after that",
             )
         self.state.set_layout(layout)
         chunks = sum(self.state.push_chunks) + sum(self.state.state_chunks)
         if chunks > CHUNKS_MAX:
             raise fault(
                 "size of the model",
-                f"at most {CHUNKS_MAX} chunks",
-                f"{chunks} chunks",
-                "train a smaller model, or raise the rates",
+                expected=f"at most {CHUNKS_MAX} chunks",
+                got=f"{chunks} chunks",
+                remedy="train a smaller model, or raise the rates",
             )
 
     def refuse_layout(self, peer: str, name: str, got: str) -> None:
@@ -129,11 +129,11 @@ class Seeding:
         packed = pack_layout(self.state.layout)
         error = fault(
             "this learner's model is not the run's",
-            f"layout {self.state.fingerprint}",
-            f"layout {got}",
-            "start every learner with the same model code and configuration; another model needs "
-            "a broker with another --state-dir",
-            ErrorCode.LAYOUT_DIFFERS,
+            expected=f"layout {self.state.fingerprint}",
+            got=f"layout {got}",
+            remedy="start every learner with the same model code and configuration; another model "
+            "needs a broker with another --state-dir",
+            code=ErrorCode.LAYOUT_DIFFERS,
         )
         if len(packed) > LAYOUT_BYTES_MAX:
             packed = b""

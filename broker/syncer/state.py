@@ -15,7 +15,8 @@ from narrows.broker.records import Contribution, Recovered
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import Member, Members
 from narrows.proto import messages as msg
-from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError, printable
+from narrows.proto.errors import ErrorCode, NarrowsError, printable
+from narrows.proto.errors import fault as fault
 from narrows.proto.flow.transfer import Transfer
 from narrows.proto.layout import build_table, fingerprint
 from narrows.proto.wire import name_of
@@ -326,10 +327,3 @@ class State:
         for member in self.members.share(own, total, self.period_s, now):
             if member is not newcomer:
                 self.send(member, self.beat(member, now))
-
-
-def fault(
-    what: str, expected: str, got: str, remedy: str, code: ErrorCode = ErrorCode.BAD_MESSAGE
-) -> RemoteProtocolError:
-    """The fault of a peer's message, with the remedy."""
-    return RemoteProtocolError(code, what, expected=expected, got=got, remedy=remedy)

@@ -1,8 +1,8 @@
 """Values to bytes and back: a fragment in regular chunks, with its scales and digests.
 
-`kernels` has the loops, `memory` lends arrays, `payload` makes the bytes of one chunk, and here is
-what both ends share. Decoders trust nothing in a payload: peers wrote it. Encoders give the same
-bits on every machine, because both ends must hold the same published copy.
+`kernels` has the loops, `memory` lends arrays, `payload` makes the bytes of one chunk, and this
+module cuts a fragment into chunks. Decoders trust nothing in a payload: peers wrote it. Encoders
+give the same bits on every machine, because both ends must hold the same published copy.
 
 A scale belongs to a tensor piece, not to a chunk: so chunks can be cut anew without another
 result. Encoders are generators, so that sending starts with the first chunk. Every receiver of a
@@ -19,7 +19,6 @@ from typing import Final
 import numpy as np
 
 from narrows.proto.codec import kernels
-from narrows.proto.codec import payload as payloads
 from narrows.proto.codec.kernels import (
     F32,
     F64,
@@ -36,23 +35,34 @@ from narrows.proto.codec.kernels import (
     uncached_advice,
 )
 from narrows.proto.codec.memory import empty_f32, empty_u8
-from narrows.proto.codec.payload import LIMITS, SCALE_MAX, SCALE_MIN, DecodedChunk
+from narrows.proto.codec.payload import (
+    CODECS,
+    SCALE_MAX,
+    SCALE_MIN,
+    DecodedChunk,
+    code_payload,
+    decode_payload,
+    float_payload,
+)
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 from narrows.proto.layout import BLOCK, Fragment, Piece
 from narrows.proto.messages import LOSSLESS, CodecName
 from narrows.proto.wire import digest
 
 __all__ = [
-    "F32", "F64", "I8", "I64", "LIMITS", "RMS_SAMPLES_MAX", "RUN", "DecodedChunk", "EncodedChunk",
+    "CODECS", "F32", "F64", "I8", "I64", "RMS_SAMPLES_MAX", "RUN", "DecodedChunk", "EncodedChunk",
     "PushChunk", "advance_copy", "all_finite", "decode_chunk", "digest_of", "empty_f32",
     "encode_codes", "encode_push", "encode_step", "encode_values", "kernel", "piece_scales",
     "read_only", "recut", "round_to_dtype", "sample_places", "uncached_advice", "values_of",
     "warm_up",
 ]  # fmt: skip
 
+NOWHERE: Final = np.empty(0, np.float32)
+"""Stands for an output that nobody wants."""
+
 RMS_SAMPLES_MAX: Final = 1 << 14
 """Elements of a piece from which its rms is computed, with a relative error of about one per cent.
-All elements would take as long as the coding itself."""
+To read all of them would take as long as the coding itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +76,7 @@ class EncodedChunk:
 
 @dataclass(frozen=True, eq=False)
 class PushChunk(EncodedChunk):
-    """A chunk of a push; its sender keeps what the receiver will hold, at most 1 byte an element
+    """A chunk of a push. Its sender keeps what the receiver will hold: at most 1 byte an element,
     unless the push is lossless."""
 
     decoded: DecodedChunk
@@ -84,10 +94,11 @@ def piece_scales(minuend: F32, bounds: I64, rho: float, *, subtrahend: F32 = NOT
     """
     assert rho > 0 and fits(minuend, int(bounds[-1])), f"rho {rho}, {minuend.shape}"
     assert subtrahend is NOTHING or fits(subtrahend, minuend.size), subtrahend.shape
-    means = np.empty(bounds.size - 1, np.float64)
-    sources = read_only(minuend), read_only(subtrahend), read_only(bounds)
-    kernels.sampled_mean_squares(*sources, RMS_SAMPLES_MAX, means)
-    exact = rho * np.sqrt(means)
+    mean_squares = np.empty(bounds.size - 1, np.float64)
+    kernels.sampled_mean_squares(
+        read_only(minuend), read_only(subtrahend), read_only(bounds), RMS_SAMPLES_MAX, mean_squares
+    )
+    exact = rho * np.sqrt(mean_squares)
     _check_finite(bool(np.all(exact <= SCALE_MAX)))
     scales = exact.astype(np.float32)
     round_to_dtype(scales, "bfloat16", scales)
@@ -103,33 +114,38 @@ def encode_push(
     codec: CodecName,
     rho: float,
     chunk_elements: int,
-    advanced: F32 | None = None,
+    advanced: F32 = NOWHERE,
 ) -> Iterator[PushChunk]:
     """The outer gradient published - local (n,), chunk by chunk.
 
     Values beyond the range of the codes are clamped: the rest stays in the learner's parameters.
-    `advanced`, if it is given, gets local + the values, up to the chunk that was yielded last.
+    `advanced` (n,), if it is given, gets local + the coded values, chunk by chunk.
     Raises LocalProtocolError NOT_FINITE if a difference is not finite.
     """
     assert fits(published, fragment.elements) and fits(local, fragment.elements), published.shape
-    into, scales = empty_f32(0) if advanced is None else advanced, NOTHING
-    if codec != LOSSLESS:
+    coder = CODECS[codec]
+    scales = NOTHING
+    if coder.coded:
         scales = piece_scales(published, fragment.bounds, rho, subtrahend=local)
     for index, place, bounds, pieces in _cuts(fragment, chunk_elements):
-        new, old, out = read_only(published[place]), read_only(local[place]), into[place]
-        if codec == LOSSLESS:
+        new = read_only(published[place])
+        old = read_only(local[place])
+        out = advanced[place]
+        if coder.coded:
+            codes = empty_u8(new.size).view(np.int8)
+            own_scales = scales[pieces]
+            largest = kernels.quantise_difference(
+                new, old, bounds, own_scales, np.float32(coder.limit), codes, out
+            )
+            _check_finite(largest < kernels.INFINITE_BITS)
+            yield _sealed(index, *code_payload(coder, codes, bounds, own_scales))
+        else:
             with np.errstate(over="ignore", invalid="ignore"):  # The result is refused below.
-                values = new - old
-            _check_finite(all_finite(values))
+                difference = new - old
+            _check_finite(all_finite(difference))
             if out.size:
-                kernels.add_nonzero(old, read_only(values), out)
-            yield _sealed(index, *payloads.float_payload(values, bounds))
-            continue
-        codes, spans = empty_u8(new.size).view(np.int8), (read_only(bounds), scales[pieces])
-        limit = np.float32(LIMITS[codec])
-        largest = kernels.quantise_difference(new, old, *spans, limit, codes, out)
-        _check_finite(largest < kernels.INFINITE_BITS)
-        yield _sealed(index, *payloads.code_payload(codec, codes, *spans))
+                kernels.add_nonzero(old, read_only(difference), out)
+            yield _sealed(index, *float_payload(difference, bounds))
 
 
 def encode_step(
@@ -147,11 +163,17 @@ def encode_step(
     `advanced` (n,) gets the next published copy, bit for bit what `advance_copy` makes.
     """
     assert fits(advanced, fragment.elements, writable=True), advanced.shape
-    chunks = encode_push(
-        fragment, global_, published,
-        codec=codec, rho=rho, chunk_elements=chunk_elements, advanced=advanced,
-    )  # fmt: skip
-    return _bare(chunks)
+    return _bare(
+        encode_push(
+            fragment,
+            global_,
+            published,
+            codec=codec,
+            rho=rho,
+            chunk_elements=chunk_elements,
+            advanced=advanced,
+        )
+    )
 
 
 def encode_values(
@@ -164,22 +186,26 @@ def encode_values(
 def encode_codes(
     fragment: Fragment, codec: CodecName, scales: F32, codes: I8, chunk_elements: int
 ) -> Iterator[PushChunk]:
-    """A push whose codes (n,) and scales of pieces (k,) were made elsewhere, on a GPU.
+    """A push whose codes (n,) and scales of pieces (k,) a GPU has made.
 
-    The caller has clamped the codes to the codec's limit: to look again would read them once more.
+    The caller has clamped the codes to the codec's limit: a check would read them once more.
     """
-    assert codec in LIMITS and codes.shape == (fragment.elements,), f"{codec}, {codes.shape}"
+    coder = CODECS[codec]
+    assert coder.coded and codes.shape == (fragment.elements,), f"{codec}, {codes.shape}"
     assert fits(scales, len(fragment.pieces)), scales.shape
     for index, place, bounds, pieces in _cuts(fragment, chunk_elements):
-        yield _sealed(index, *payloads.code_payload(codec, codes[place], bounds, scales[pieces]))
+        yield _sealed(
+            index,
+            *code_payload(coder, codes[place], bounds, scales[pieces]),
+        )
 
 
 def recut(
     fragment: Fragment, decoded: Sequence[DecodedChunk], *, codec: CodecName, chunk_elements: int
 ) -> Iterator[PushChunk]:
     """The same values in chunks of another size. `decoded` are all chunks of a push, in order."""
-    assert all(chunk.codec == codec for chunk in decoded), codec
-    if codec == LOSSLESS:
+    assert all(chunk.codec.name == codec for chunk in decoded), codec
+    if not CODECS[codec].coded:
         yield from _lossless(fragment, values_of(fragment, decoded), chunk_elements)
         return
     codes = empty_u8(fragment.elements).view(np.int8)
@@ -201,7 +227,7 @@ def decode_chunk(
     """The checked content of regular chunk `index`. Raises RemoteProtocolError as `payload.decode`,
     and BAD_CHUNK for a chunk that the fragment does not have."""
     offset, count = fragment.chunk(index, chunk_elements)
-    return payloads.decode(codec, payload, fragment.spans(offset, count))
+    return decode_payload(CODECS[codec], payload, fragment.spans(offset, count))
 
 
 def values_of(fragment: Fragment, chunks: Sequence[DecodedChunk]) -> F32:
@@ -237,22 +263,24 @@ def warm_up() -> None:
     """
     fragment = Fragment(0, (Piece(0, 0, 3, 0, "mean"),), 3)
     values = np.array([1.0, -2.0, 3.0], np.float32)
-    codecs: tuple[CodecName, ...] = (*LIMITS, LOSSLESS)
-    for codec in codecs:
-        chunks = encode_push(fragment, values, -values, codec=codec, rho=0.5, chunk_elements=RUN)
-        for chunk in chunks:
-            decoded = decode_chunk(fragment, codec, RUN, chunk.index, chunk.payload)
-            if decoded.coded:
-                decoded.square_sums()
-            decoded.values(np.empty_like(values))
-            decoded.add_to(values, np.empty_like(values))
+    for codec in CODECS:
+        pushed = encode_push(fragment, values, -values, codec=codec, rho=0.5, chunk_elements=RUN)
+        chunks = [decode_chunk(fragment, codec, RUN, each.index, each.payload) for each in pushed]
+        values_of(fragment, chunks)
+        advance_copy(fragment, values, chunks)
+        if CODECS[codec].coded:
+            chunks[0].square_sums()
 
 
 def _lossless(fragment: Fragment, values: F32, chunk_elements: int) -> Iterator[PushChunk]:
-    # Less 0, a finite value has the same bits. Zeros that are only read take no memory.
-    zeros = np.zeros(fragment.elements, np.float32)
+    # A finite value minus 0 has the same bits. Zeros that are only read take no memory.
     return encode_push(
-        fragment, values, zeros, codec=LOSSLESS, rho=0.0, chunk_elements=chunk_elements
+        fragment,
+        values,
+        np.zeros(fragment.elements, np.float32),
+        codec=LOSSLESS,
+        rho=0.0,
+        chunk_elements=chunk_elements,
     )
 
 
@@ -261,26 +289,28 @@ def _sealed(index: int, payload: bytes, decoded: DecodedChunk) -> PushChunk:
 
 
 def _bare(chunks: Iterator[PushChunk]) -> Iterator[EncodedChunk]:
-    """Without what their receiver holds: a broker keeps many publications, and needs it never."""
+    """Drops what the receivers hold: a broker keeps many publications, and never needs it."""
     for chunk in chunks:
         yield EncodedChunk(chunk.index, chunk.payload, chunk.payload_digest)
 
 
 def _cuts(fragment: Fragment, chunk_elements: int) -> Iterator[tuple[int, slice, I64, slice]]:
-    """Index and place of each regular chunk, the bounds of its spans, and the pieces of these."""
+    """Every regular chunk, in order: its index, its elements, the bounds of its spans, and the
+    pieces that the spans are parts of."""
     assert chunk_elements > 0, chunk_elements
     for index in range(fragment.chunk_count(chunk_elements)):
         offset, count = fragment.chunk(index, chunk_elements)
         touched = fragment.pieces_of(offset, count)
-        place, pieces = slice(offset, offset + count), slice(touched.start, touched.stop)
-        yield index, place, fragment.spans(offset, count), pieces
+        place = slice(offset, offset + count)
+        bounds = read_only(fragment.spans(offset, count))
+        yield index, place, bounds, slice(touched.start, touched.stop)
 
 
 def _places(
     fragment: Fragment, chunks: Sequence[DecodedChunk]
 ) -> Iterator[tuple[slice, DecodedChunk]]:
     elements = sum(chunk.count for chunk in chunks)
-    # Without every element once, uninitialised memory would pass for values.
+    # If chunks did not cover every element, uninitialised memory would pass for values.
     assert elements == fragment.elements, f"{elements} of {fragment.elements} elements"
     offset = 0
     for chunk in chunks:

@@ -5,8 +5,8 @@ fast-math, nothing reassociated, nothing contracted. So the result does not depe
 width, on the number of threads or on the CPU, and all peers hold the same copy of the model.
 
 Kernels release the GIL, allocate nothing and check nothing: their callers have checked lengths and
-bounds. Inputs come as read-only arrays (`read_only`) and outputs as writable ones, because numba
-compiles once per combination of the two. Spans are given by bounds (s + 1,): span i is the elements
+bounds. Inputs are read-only arrays (`read_only`) and outputs writable ones, because numba compiles
+once per combination of the two. Spans are given by bounds (s + 1,): span i is the elements
 from bounds[i] to bounds[i + 1].
 """
 
@@ -32,8 +32,8 @@ U16: TypeAlias = NDArray[np.uint16]
 U32: TypeAlias = NDArray[np.uint32]
 
 RUN: Final = 256
-"""Elements that are packed together: element j of a run shares its byte with element j + half. A
-run of neighbours in separate bytes vectorises, pairs of neighbours in one byte do not."""
+"""Elements that are packed together: element j of a run shares its byte with element j + half. The
+loop vectorises because neighbours lie in separate bytes; with two in one byte it does not."""
 
 ROUNDER: Final = np.float32(3 << 22)
 """1.5 * 2**23: adding and subtracting it rounds |x| < 2**22 to an integer, half to even.
@@ -48,7 +48,6 @@ NOTHING: Final = np.zeros(0, np.float32)
 """Stands for an array that is not given; kernels skip it."""
 NOTHING.setflags(write=False)
 
-ONE: Final = np.float32(1)
 ZERO: Final = np.float32(0)
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -72,8 +71,8 @@ def kernel(function: Function) -> Function:
         if str(compiled.stats.cache_path).startswith(folder):
             return cast(Function, compiled)
         _refusals.append(f"{folder} cannot be written")
-    # numba raises RuntimeError where it finds no folder at all; a loop has no `stats` where it is
-    # not to be compiled. What else is wrong is raised below as well.
+    # numba raises RuntimeError if it finds no folder at all. A loop has no `stats` if numba is told
+    # not to compile. Any other error is raised again below.
     except (OSError, RuntimeError, AttributeError) as error:
         _refusals.append(str(error))
     finally:
@@ -116,8 +115,11 @@ def read_only(array: NDArray[Element]) -> NDArray[Element]:
 
 def fits(array: F32, count: int, *, writable: bool = False) -> bool:
     """Whether `array` is float32 (count,), and a kernel can write to it in place if it must."""
-    form = array.dtype == np.float32 and array.shape == (count,)
-    return form and (not writable or array.flags.carray)
+    return bool(
+        array.dtype == np.float32
+        and array.shape == (count,)
+        and (array.flags.carray or not writable)
+    )
 
 
 def all_finite(values: F32) -> bool:
@@ -145,7 +147,7 @@ def quantise_difference(
     largest = np.uint32(0)
     for span in range(scales.size):
         scale = scales[span]
-        inverse = ONE / scale if scale > ZERO else ZERO
+        inverse = np.float32(1) / scale if scale > ZERO else ZERO
         first, end = bounds[span], bounds[span + 1]
         part, less = minuend[first:end], subtrahend[first:end]
         part_codes, part_advanced = codes[first:end], advanced[first:end]
@@ -185,29 +187,27 @@ def add_nonzero(base: F32, values: F32, out: F32) -> None:
 
 
 @kernel
-def pack(codes: U8, packed: U8) -> None:
+def pack_nibbles(codes: U8, packed: U8) -> None:
     """Two 4-bit codes per byte, in runs of RUN elements; the last run may be shorter.
 
     `codes` (n,) holds two's complement bytes in -7..7, `packed` has (n + 1) // 2 bytes. In a run
     of m elements and half = (m + 1) // 2 bytes, byte j holds element j in its low nibble and
     element j + half in its high one; where m is odd the last high nibble is 0.
     """
-    mask, four = np.uint8(15), np.uint8(4)
     for start in range(0, codes.size, RUN):
         length = min(RUN, codes.size - start)
         half = (length + 1) // 2
         low, high = codes[start : start + half], codes[start + half : start + length]
         run = packed[start // 2 : start // 2 + half]
         for j in range(high.size):
-            run[j] = np.uint8((low[j] & mask) | (high[j] << four))
+            run[j] = np.uint8((low[j] & np.uint8(15)) | (high[j] << np.uint8(4)))
         if high.size < half:
-            run[half - 1] = low[half - 1] & mask
+            run[half - 1] = low[half - 1] & np.uint8(15)
 
 
 @kernel
-def unpack(packed: U8, codes: I8) -> None:
-    """The codes (n,) of `packed` ((n + 1) // 2,), the inverse of `pack`."""
-    mask, four, eight = np.uint8(15), np.uint8(4), np.uint8(8)
+def unpack_nibbles(packed: U8, codes: I8) -> None:
+    """The codes (n,) of `packed` ((n + 1) // 2,), the inverse of `pack_nibbles`."""
     for start in range(0, codes.size, RUN):
         length = min(RUN, codes.size - start)
         half = (length + 1) // 2
@@ -215,9 +215,9 @@ def unpack(packed: U8, codes: I8) -> None:
         run = packed[start // 2 : start // 2 + half]
         for j in range(half):
             # Flipping the sign bit of a nibble and taking 8 off extends its sign.
-            low[j] = np.int8(((run[j] & mask) ^ eight) - eight)
+            low[j] = np.int8(((run[j] & np.uint8(15)) ^ np.uint8(8)) - np.uint8(8))
         for j in range(high.size):
-            high[j] = np.int8(((run[j] >> four) ^ eight) - eight)
+            high[j] = np.int8(((run[j] >> np.uint8(4)) ^ np.uint8(8)) - np.uint8(8))
 
 
 @kernel
@@ -255,9 +255,11 @@ def sampled_mean_squares(
     elements has strata of one element and is read whole, and so is one whose samples are all 0.
     """
     for piece in range(out.size):
-        start, count = bounds[piece], bounds[piece + 1] - bounds[piece]
+        start = bounds[piece]
+        count = bounds[piece + 1] - start
         width = (count + samples_max - 1) // samples_max
-        total, nonzero = 0.0, 0
+        total = 0.0
+        nonzero = 0
         while not nonzero and width:
             for i in range(count // width):
                 hashed = ((i * 0x9E3779B1) & 0xFFFFFFFF) >> 8
@@ -282,7 +284,7 @@ def sample_places(bounds: I64, samples_max: int) -> tuple[I64, I64]:
         strata = np.arange((end - start) // width, dtype=np.int64)
         hashed = ((strata * 0x9E3779B1) & 0xFFFFFFFF) >> 8
         places.append(start + strata * width + ((hashed * width) >> 24))
-    among = np.cumsum([0, *map(len, places)], dtype=np.int64)
+    among = np.cumsum([0, *(each.size for each in places)], dtype=np.int64)
     assert bool(np.all(np.diff(among) > 0)), "a piece without a sample has no scale"
     return np.concatenate(places), among
 

@@ -39,7 +39,7 @@ def empty_u8(count: int) -> U8:
         memory = _idle[size].pop()
     except (KeyError, IndexError):
         memory = np.empty(size, np.uint8)
-    # Through a memoryview: a view of an array would refer to `memory` itself, past the lease.
+    # Through a memoryview: a view of the array would keep `memory` alive beyond the lease.
     lease = np.frombuffer(memory.data, np.uint8, count)
     weakref.finalize(lease, _give_back, memory).atexit = False
     return lease
@@ -52,8 +52,8 @@ def idle_bytes() -> int:
 
 def _give_back(memory: U8) -> None:
     if idle_bytes() + memory.nbytes > IDLE_BYTES_MAX:
-        # Other sizes go first: those that a state transfer left behind must not keep out the ones
-        # that every round needs.
+        # Arrays of other sizes are freed first: those that a state transfer left behind must not
+        # keep out the ones that every round needs.
         for size in [size for size in list(_idle) if size != memory.nbytes]:
             _idle.pop(size, None)
     if idle_bytes() + memory.nbytes <= IDLE_BYTES_MAX:

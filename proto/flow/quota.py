@@ -1,4 +1,4 @@
-"""An allowance of a peer: so many at once, and from then on so many in a second."""
+"""An allowance of a peer: a number of things at once, and from then on a number per second."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A transfer that the sender starts by itself (a publication, a push) begins with every chunk COMING,
 a transfer that is pulled (a state) with every chunk MISSING. Silence turns COMING into MISSING, and
-so does a later chunk of the same stream, because streams keep their order. MISSING is asked for, so
-many at a time that the answers cannot overrun the asker.
+so does a later chunk of the same stream, because streams keep their order. The receiver asks for
+MISSING chunks, no more at a time than it can take in.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import math
 from narrows.proto.messages import RANGES_MAX, Ranges
 from narrows.proto.timing import REPAIR_MAX_S, REPAIR_S
 
-_MISSING, _COMING, _ASKED, _HERE = 0, 1, 2, 3
+_MISSING, _COMING, _ASKED, _HERE = range(4)
+"""States of a chunk."""
 
 
 class Transfer:
@@ -24,19 +25,20 @@ class Transfer:
     """
 
     def __init__(self, chunks: int, now: float, *, unasked: bool, streams: int = 0) -> None:
-        """`unasked`: the sender sends every chunk by itself, chunk i on stream i modulo `streams`;
-        0: a hole in a stream says nothing."""
+        """`unasked`: the sender sends every chunk by itself, chunk i on stream i modulo `streams`.
+        With 0 streams, a hole says nothing."""
         assert chunks > 0, chunks
         self.chunks = chunks
         self.here = 0
         """Chunks that have come."""
         self.asked = 0
         """Chunks asked for and not here. A receiver of several transfers shares one window."""
-        self._coming = chunks if unasked else 0
-        """Chunks that the sender sends by itself and that are not here."""
         self._expected = list(range(streams)) if unasked else []
         """Per stream the next chunk that comes by itself."""
         self._state = bytearray([_COMING if unasked else _MISSING]) * chunks
+        """One byte a chunk."""
+        self._coming = self._state.count(_COMING)
+        """Chunks that the sender sends by itself and that are not here."""
         self._window = 1
         self._wait_s = REPAIR_S
         self._moved_at = now
@@ -64,7 +66,8 @@ class Transfer:
                     self._coming -= 1
             self._expected[chunk % streams] = max(expected, chunk + streams)
         self.here += 1
-        self._moved_at, self._wait_s = now, REPAIR_S
+        self._moved_at = now
+        self._wait_s = REPAIR_S
         return True
 
     def ask(self, now: float, heard_at: float, window: int) -> Ranges:
@@ -76,8 +79,9 @@ class Transfer:
         """
         self._window = window
         if not self.complete and now >= self._moved_at + self._wait_s:
-            talks = heard_at > self._moved_at
-            self._wait_s = REPAIR_S if talks else min(2 * self._wait_s, REPAIR_MAX_S)
+            self._wait_s = min(2 * self._wait_s, REPAIR_MAX_S)
+            if heard_at > self._moved_at:
+                self._wait_s = REPAIR_S
             self._moved_at = now
             for each in (_COMING, _ASKED):
                 self._state = self._state.replace(bytes([each]), bytes([_MISSING]))
@@ -89,7 +93,8 @@ class Transfer:
         ranges: list[tuple[int, int]] = []
         first = self._state.find(_MISSING)
         while first >= 0 and self.asked < window and len(ranges) < RANGES_MAX:
-            end, limit = first + 1, min(first + window - self.asked, self.chunks)
+            end = first + 1
+            limit = min(first + window - self.asked, self.chunks)
             while end < limit and self._state[end] == _MISSING:
                 end += 1
             self._state[first:end] = bytes([_ASKED]) * (end - first)

@@ -199,23 +199,23 @@ class HandLearner:
         for index, payload in enumerate(payloads):
             self.send(msg.DataKind.SEED, index, msg.LOSSLESS, payload)
 
-    def push(self) -> int:
-        """Announces and sends an outer gradient that is 0.01 everywhere; the push id."""
+    def push(self, value: float = 0.01, tokens: int = 100) -> int:
+        """Announces and sends an outer gradient that is `value` everywhere; the push id."""
         copy, settings = self.copy, self.house.config.shared
         assert copy is not None
         chunks = codec.encode_push(
-            FRAGMENT, copy, copy - filled(0.01), codec=settings.push_codec,
+            FRAGMENT, copy, copy - filled(value), codec=settings.push_codec,
             rho=settings.push_rho, chunk_elements=settings.chunk_elements,
         )  # fmt: skip
         self.payloads = [chunk.payload for chunk in chunks]
-        self.announce(self.push_id + 1)
+        self.announce(self.push_id + 1, tokens)
         for index in range(len(self.payloads)):
             self.send_chunk(index)
         return self.push_id
 
-    def announce(self, push_id: int) -> None:
+    def announce(self, push_id: int, tokens: int = 100) -> None:
         self.push_id = push_id
-        self.say(msg.Push(0, push_id, self.version, 100, 1))
+        self.say(msg.Push(0, push_id, self.version, tokens, 1))
 
     def send_chunk(self, index: int, **fields: object) -> None:
         name = self.house.config.codec.push

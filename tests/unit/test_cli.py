@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import Mock
 
+import msgpack
 import pytest
 import torch
 import zmq
@@ -289,6 +290,17 @@ def test_debug_shows_a_frame(narrows: Said, tmp_path: Path) -> None:
     file.write_bytes(encode_control(Bye("done"))[-1])
     assert narrows.run("debug", "frame", str(file)) == 0
     assert json.loads(narrows.out)["reason"] == "done"
+
+
+def test_debug_shows_what_our_types_refuse_and_says_why(narrows: Said, tmp_path: Path) -> None:
+    file = tmp_path / "frame"
+    file.write_bytes(msgpack.packb({"type": "bye", "reason": 7, 1: b"\x1b"}))
+    assert narrows.run("debug", "frame", str(file)) == 1
+    assert json.loads(narrows.out) == {"type": "bye", "reason": 7, "1": "b'\\x1b'"}
+    assert "bad_message" in narrows.err and "`$.reason`" in narrows.err
+    file.write_bytes(b"\x91" * 2000)
+    assert narrows.run("debug", "frame", str(file)) == 1
+    assert "one MessagePack value" in narrows.err
 
 
 def test_a_run_is_shown_checked_exported_and_rolled_back(narrows: Said, tmp_path: Path) -> None:

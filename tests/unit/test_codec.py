@@ -46,6 +46,7 @@ from narrows.proto.codec import (
     values_of,
 )
 from narrows.proto.codec.memory import empty_u8
+from narrows.proto.codec.payload import CODECS as BY_NAME
 from narrows.proto.codec.payload import payload_bytes_max
 from narrows.proto.errors import ErrorCode, LocalProtocolError, RemoteProtocolError
 from narrows.proto.layout import BLOCK, Fragment
@@ -99,6 +100,11 @@ def refused(fragment: Fragment, codec: CodecName, payload: bytes) -> ErrorCode:
     return caught.value.code
 
 
+def test_every_name_has_an_entry_of_that_name() -> None:
+    assert tuple(BY_NAME) == get_args(CodecName)
+    assert all(entry.name == name for name, entry in BY_NAME.items())
+
+
 # The stored bits.
 
 
@@ -148,7 +154,7 @@ def test_this_cpu_computes_the_stored_bits() -> None:
     one, two = awkward_pair(fragment)
     for codec in CODECS:
         for chunk in push(fragment, one, two, codec, 0.7, 1 << 16):
-            hasher.update(chunk.decoded.scales.tobytes() + chunk.decoded.codes.tobytes())
+            hasher.update(chunk.decoded.scales.tobytes() + chunk.decoded.content.tobytes())
             hasher.update(square_sums(chunk.decoded).tobytes())
         hasher.update(step(fragment, one, two, codec, 0.7, 1 << 16)[1].tobytes())
     out = np.empty_like(one)
@@ -202,10 +208,11 @@ def test_a_receiver_holds_what_the_sender_kept(codec: CodecName, case: Case) -> 
     got = decoded(case.fragment, codec, case.chunk_elements, sent)
     for each, chunk in zip(sent, got, strict=True):
         assert each.payload_digest == xxhash.xxh3_64_intdigest(each.payload)
-        assert chunk.codes.tobytes() == each.decoded.codes.tobytes()
+        assert chunk.content.tobytes() == each.decoded.content.tobytes()
         assert same_bits(chunk.scales, each.decoded.scales)
-        assert (chunk.codec, chunk.count) == (codec, each.decoded.count)
-        assert len(each.payload) <= payload_bytes_max(codec, chunk.count, chunk.scales.size)
+        assert (chunk.codec.name, chunk.count) == (codec, each.decoded.count)
+        bytes_max = payload_bytes_max(BY_NAME[codec], chunk.count, chunk.scales.size)
+        assert len(each.payload) <= bytes_max
         values = np.full(chunk.count, np.nan, np.float32)
         chunk.values(values)
         if chunk.coded:
@@ -300,7 +307,7 @@ def test_the_largest_size_holds_even_where_nothing_can_be_compressed(
     one = np.random.default_rng(count).uniform(-1, 1, count).astype(np.float32)
     rho = 0.01 if codec == "int8-zstd" else 0.2
     (chunk,) = push(fragment_of(count), one, np.zeros_like(one), codec, rho, 1 << 20)
-    assert len(chunk.payload) <= payload_bytes_max(codec, count, 1) <= PAYLOAD_BYTES_MAX
+    assert len(chunk.payload) <= payload_bytes_max(BY_NAME[codec], count, 1) <= PAYLOAD_BYTES_MAX
 
 
 def test_threads_encode_the_same_bytes() -> None:
@@ -429,7 +436,7 @@ def decode(fragment: Fragment, codec: CodecName, payload: bytes) -> DecodedChunk
         ("int4-zstd", (3,), half(1) + raw_frame(b"\x11\x81"), ErrorCode.BAD_PAYLOAD),
         ("int4-zstd", (1,), half(1) + raw_frame(b"\x10"), ErrorCode.BAD_PAYLOAD),
         *(
-            (codec, (1, 3), bytes(payload_bytes_max(codec, 4, 2) + 1), ErrorCode.TOO_LARGE)
+            (codec, (1, 3), bytes(payload_bytes_max(BY_NAME[codec], 4, 2) + 1), ErrorCode.TOO_LARGE)
             for codec in CODECS
         ),
     ],
@@ -506,7 +513,7 @@ def test_a_chunk_does_not_refer_to_the_payload(codec: CodecName) -> None:
     before = values_of(fragment, [chunk])
     payload[:] = bytes(len(payload))
     assert values_of(fragment, [chunk]).tolist() == before.tolist()
-    assert not (chunk.codes.flags.writeable or chunk.scales.flags.writeable)
+    assert not (chunk.content.flags.writeable or chunk.scales.flags.writeable)
 
 
 fragments = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(lambda n: fragment_of(*n))

@@ -197,6 +197,7 @@ def test_a_state_is_encoded_once_for_all_who_ask(
 def test_a_failed_merge_is_refused_and_its_learner_may_push_again(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The pipeline keeps the payloads until the syncer has said which push was to blame."""
     (a,) = begun(house, "site-a")
     error = FloatingPointError("version 1 would not be finite")
     monkeypatch.setattr(pipeline, "merge", Mock(side_effect=error))
@@ -208,6 +209,18 @@ def test_a_failed_merge_is_refused_and_its_learner_may_push_again(
     monkeypatch.undo()
     one_round(house, a)
     assert a.version == 1 and a.outcomes == [((a.incarnation, 2),)]
+
+
+def test_a_push_with_which_no_sum_is_finite_keeps_nobody_else_out(tmp_path: Path) -> None:
+    house = House(tmp_path / "state", {"merge.outer_lr": 4.0})
+    a, huge = begun(house, "site-a", "site-b")
+    huge.push(2.0**100, tokens=1 << 40)
+    a.push()
+    house.until(lambda: house.noted("merged"), "a version", a)
+    assert [each.code for each in huge.heard(msg.Refuse)] == ["merge_failed"]
+    assert len(house.faults) == 1 and not a.heard(msg.Refuse)
+    a.listen()
+    assert a.outcomes == [((a.incarnation, 1),)] and not house.host.pipeline.pushes
 
 
 def test_a_chunk_that_was_damaged_on_its_way_is_asked_for_again(house: House) -> None:

@@ -663,5 +663,5 @@ def test_the_gpu_path_has_the_bits_of_the_cpu(codec: CodecName, transposed: bool
         assert coded(push)[1234] != 0.0
         for index, chunk in enumerate(push.chunks):  # What travels is what was kept.
             there = decode_chunk(FRAGMENT, codec, 512, index, chunk.payload)
-            assert there.codes.tobytes() == chunk.decoded.codes.tobytes()
+            assert there.content.tobytes() == chunk.decoded.content.tobytes()
     assert results[0] == results[1]
