@@ -1,18 +1,18 @@
 """`narrows bench bandwidth`: bits per parameter on the wire, and Gbit/s per site.
 
-Bits are counted in runs of the reference model: by the broker in the frames of ZeroMQ, and where
-namespaces can be made (as root) by the kernel on a line between two of them, with the headers of
-all layers. First copies are not counted: a long run does not notice them.
+The reference model is trained. The broker counts bits in the frames of ZeroMQ. Where namespaces
+can be made (as root), the kernel counts them as well, on a line between two namespaces, with the
+headers of all layers. First copies are not counted: a long run does not notice them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
-from narrows.bench.kit import line as lines
+from narrows.bench.kit.line import Line, Sample, available
 from narrows.bench.kit.rows import Column, Json, Row, Short, bench
 from narrows.bench.kit.run import Run, payload_bits
 from narrows.proto.flow.budget import SEGMENT_BYTES, SEGMENT_OVERHEAD_BYTES
@@ -32,8 +32,8 @@ SYNC_PERIOD_STEPS: Final = 24
 PUBLISHED_SOURCE: Final = "arXiv 2604.21428, 8 data centres"
 PUBLISHED_DATA_PARALLEL_GBPS: Final = 198.0
 PUBLISHED_DECOUPLED_GBPS: Final = 0.84
-"""The source names neither the model's size nor its step: with MODEL_PARAMS and the numbers above
-both figures come out, within 2%."""
+"""The source names neither the model's size nor its step. MODEL_PARAMS and the numbers beside it
+give both published figures within 2%."""
 UTILIZATION: Final = 0.95
 """Share of the time in which data parallelism computes, in the published figure."""
 
@@ -50,21 +50,23 @@ COLUMNS: Final = (
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One run of two learners with this step of the codes."""
+class BandwidthCell:
+    """One run of two learners."""
 
     rho: float
+    """Step of the codes, in units of the rms."""
 
 
-CELLS: Final = (Cell(0.5), Cell(1.0))
+CELLS: Final = (BandwidthCell(0.5), BandwidthCell(1.0))
 
 
 def bandwidth(*, short: Short = False, json: Json = None) -> None:
     """Measure bits per parameter on the wire, and Gbit/s per site."""
-    bench("bandwidth", CELLS[:1] if short else CELLS, measure, COLUMNS, headline, json=json)
+    cells = CELLS[:1] if short else CELLS
+    bench("bandwidth", cells, measure, COLUMNS, headline, json=json)
 
 
-def measure(cell: Cell, *, steps: int = STEPS) -> Row:
+def measure(cell: BandwidthCell, *, steps: int = STEPS) -> Row:
     """One run; `line_...` are None without namespaces."""
     settings = {
         "run.learners_at_start": len(LEARNERS),
@@ -72,21 +74,31 @@ def measure(cell: Cell, *, steps: int = STEPS) -> Row:
         "fragments.count": FRAGMENTS,
         "codec.rho": cell.rho,
     }
-    with ExitStack() as stack:
-        line = stack.enter_context(lines.Line()) if lines.available() else None
-        run = stack.enter_context(Run(line=line))
+    maybe_line = Line() if available() else nullcontext()
+    with maybe_line as line, Run(line=line) as run:
         run.broker(settings)
         for name in LEARNERS:
             run.learner(name, "tiny")
         run.wait_joined(LEARNERS)
+
+        # All first copies have arrived: now counting begins.
         before = run.ask("status", run.address, "--json")
-        first = line.read() if line else None
+        first = _counters(line)
         for name in ("broker", *LEARNERS):
             run.ends(name, 0)
-        last = line.read() if line else None
+        last = _counters(line)
+
+        crossed = None
+        if first is not None and last is not None:
+            crossed = (last.up - first.up, last.down - first.down)
         merges = run.merges()[before["merges"] :]
-        crossed = (last.up - first.up, last.down - first.down) if first and last else None
         return bits(merges, before, run.final(), crossed)
+
+
+def _counters(line: Line | None) -> Sample | None:
+    if line is None:
+        return None
+    return line.read()
 
 
 def bits(
@@ -95,33 +107,39 @@ def bits(
     after: dict[str, Any],
     line_bytes: tuple[int, int] | None,
 ) -> Row:
-    """Bits per parameter and exchange between two statuses, from the merges between them; if the
-    bytes (up, down) that crossed the line are known, those too.
+    """Bits per parameter and exchange between two statuses of the broker.
 
-    Up, a learner sends a fragment; down, each receives its next version.
+    `merges` are those between the two, `line_bytes` the bytes (up, down) that crossed the line, if
+    they are known. Up, a learner sends a fragment; down, every learner receives its next version.
     """
     sent = sum(each["elements"] * len(each["contributors"]) for each in merges)
     received = len(LEARNERS) * sum(each["elements"] for each in merges)
     payload_up, payload_down = payload_bits(merges)
-    return {
+    row: Row = {
         "exchanges": len(merges),
         "payload_up_bits_per_param": payload_up,
         "payload_down_bits_per_param": payload_down,
         "wire_up_bits_per_param": 8 * (after["up_bytes"] - before["up_bytes"]) / sent,
         "wire_down_bits_per_param": 8 * (after["down_bytes"] - before["down_bytes"]) / received,
-        "line_up_bits_per_param": 8 * line_bytes[0] / sent if line_bytes else None,
-        "line_down_bits_per_param": 8 * line_bytes[1] / received if line_bytes else None,
+        "line_up_bits_per_param": None,
+        "line_down_bits_per_param": None,
     }
+    if line_bytes is not None:
+        line_up, line_down = line_bytes
+        row["line_up_bits_per_param"] = 8 * line_up / sent
+        row["line_down_bits_per_param"] = 8 * line_down / received
+    return row
 
 
 def headline(rows: Sequence[Row]) -> list[str]:
-    """Gbit/s of one site for a large model beside published figures."""
+    """Gbit/s of one site for a large model, beside published figures."""
     told = [
         f"Gbit/s of one of {SITES} sites, {MODEL_PARAMS / 1e9:g} B parameters, {STEP_S:g} s a step,"
         f" each parameter exchanged every {SYNC_PERIOD_STEPS} steps:"
     ]
     for row in rows:
-        up, down = (site_gbps(row[f"payload_{way}_bits_per_param"]) for way in ("up", "down"))
+        up = site_gbps(row["payload_up_bits_per_param"])
+        down = site_gbps(row["payload_down_bits_per_param"])
         told.append(f"  Narrows, rho {row['rho']:g}: {up:.2f} up, {down:.2f} down")
     return [
         *told,
@@ -132,17 +150,21 @@ def headline(rows: Sequence[Row]) -> list[str]:
 
 
 def site_gbps(payload_bits: float) -> float:
-    """Gbit/s of a site and direction, with the headers of full TCP segments; those of ZeroMQ are
-    below a thousandth of a large chunk."""
+    """Gbit/s of a site in one direction.
+
+    Headers of full TCP segments are added. Those of ZeroMQ are left out: they are below a
+    thousandth of a large chunk.
+    """
     on_line = payload_bits * (1 + SEGMENT_OVERHEAD_BYTES / SEGMENT_BYTES)
     return MODEL_PARAMS * on_line / (SYNC_PERIOD_STEPS * STEP_S) / 1e9
 
 
 def data_parallel_gbps() -> float:
-    """The same for a ring all-reduce of bfloat16 gradients in every step.
+    """Gbit/s of a site that makes a ring all-reduce of bfloat16 gradients in every step.
 
-    Gradients leave while the backward pass runs, the last two thirds of a step; what does not fit
-    in there stalls. Source: the bandwidth tool of the first author of Decoupled DiLoCo.
+    Gradients leave during the backward pass, the last two thirds of a step. The step stalls for
+    those that have not left by its end. Source: the bandwidth tool of the first author of Decoupled
+    DiLoCo.
     """
     sent_gbit = MODEL_PARAMS * 16 * 2 * (1 - 1 / SITES) / 1e9
     stall_s = STEP_S * (1 / UTILIZATION - 1)

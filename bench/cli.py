@@ -1,4 +1,4 @@
-"""`narrows bench NAME`: a bench is imported when it runs."""
+"""`narrows bench NAME`. A bench is imported when it runs, so that the command line is fast."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_all(*, folder: Path = Path("runs/bench")) -> None:
     Parameters
     ----------
     folder
-        Folder for the rows of each, in NAME.json.
+        Folder for the rows of each bench, in NAME.json.
     """
     from narrows.proto.errors import ErrorCode, NarrowsError
 
@@ -45,6 +45,9 @@ def run_all(*, folder: Path = Path("runs/bench")) -> None:
             failed[name] = error
             print(f"{name} failed: {error}", flush=True)
     if failed:
-        first = next(iter(failed.values()))
-        what = f"benches that failed: {', '.join(failed)}"
-        raise NarrowsError(ErrorCode.UNFINISHED, what, expected="rows of all", got=str(first))
+        raise NarrowsError(
+            ErrorCode.UNFINISHED,
+            f"benches that failed: {', '.join(failed)}",
+            expected="rows of all",
+            got=str(next(iter(failed.values()))),
+        )

@@ -20,8 +20,11 @@ from narrows.proto.layout import Fragment, build_table
 from narrows.proto.messages import LOSSLESS, CodecName, LayoutEntry
 
 RECORDING: Final = CHECKOUT / "bench/kit/recorded.safetensors"
-"""Outer gradients of a small GPT in the middle of its training."""
+"""Outer gradients of a small GPT in the middle of its training. An installed package has none."""
 
+RHOS: Final = (0.4, 0.5, 0.7, 1.0)
+DEFAULT_RHO: Final = 0.5
+"""Steps of the codes of int4-zstd, and the one that a run has unless it is set."""
 CHUNK_ELEMENTS: Final = 1 << 18
 REPEATS: Final = 5
 RMS: Final = 1e-3
@@ -30,8 +33,8 @@ BLOCK: Final = 256
 """Values that share a scale in codes of fixed length."""
 
 ABSMAX: Final = {"absmax int4 by 256": 7, "absmax int8 by 256": 127}
-"""The way of most quantisers: the largest value of a block sets the step, and no entropy coder
-follows."""
+"""The largest code of each quantiser as most systems have it: the largest value of a block sets the
+step, and no entropy coder follows."""
 
 COLUMNS: Final = (
     Column("data", "data"),
@@ -47,15 +50,15 @@ COLUMNS: Final = (
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One coding of one kind of data."""
+class CodecCell:
+    """One codec on one kind of data."""
 
     data: str
     codec: str
     rho: float | None
-    """Step in units of the rms; None: the coding has none."""
+    """Step in units of the rms; None: the codec has none."""
     elements: int
-    """Elements of drawn data."""
+    """Elements to draw; a recording has its own number."""
 
 
 class Coding(NamedTuple):
@@ -63,7 +66,7 @@ class Coding(NamedTuple):
 
     encode: Callable[[], Any]
     decode: Callable[[], F32]
-    """The values (n,) that the receiver gets."""
+    """Returns the values (n,) that the receiver gets."""
     size_bytes: int
 
 
@@ -71,17 +74,24 @@ def codec(*, short: Short = False, json: Json = None) -> None:
     """Measure bits, error and speed of the codecs on one core, beside what others do."""
     warm_up_kernels()
     # 16 MiB as float32 are more than the caches of a core hold.
-    elements, rhos = (1 << 20, (0.5,)) if short else (1 << 22, (0.4, 0.5, 0.7, 1.0))
-    cells: list[Cell] = []
-    for data in ("gaussian", "student_t", *(["recorded"] if RECORDING.exists() else [])):
-        cells += [Cell(data, "int4-zstd", rho, elements) for rho in rhos]
-        cells.append(Cell(data, "int8-zstd", 0.25, elements))
-        cells += [Cell(data, name, None, elements) for name in (LOSSLESS, *ABSMAX)]
+    elements = 1 << 20 if short else 1 << 22
+    rhos = (DEFAULT_RHO,) if short else RHOS
+    kinds = ["gaussian", "student_t"]
+    if RECORDING.exists():
+        kinds.append("recorded")
+    cells: list[CodecCell] = []
+    for data in kinds:
+        cells += [CodecCell(data, "int4-zstd", rho, elements) for rho in rhos]
+        cells.append(CodecCell(data, "int8-zstd", 0.25, elements))
+        cells += [CodecCell(data, name, None, elements) for name in (LOSSLESS, *ABSMAX)]
     bench("codec", cells, measure, COLUMNS, headline, json=json)
 
 
-def measure(cell: Cell) -> Row:
-    """Bits, signal over error, and speeds in 10^9 parameters per second; medians of REPEATS."""
+def measure(cell: CodecCell) -> Row:
+    """Bits, signal over error, and speeds in 10^9 parameters per second.
+
+    Speeds are medians of REPEATS. A lossless codec has no error: its SNR and bound are None.
+    """
     fragment, values = _data(cell.data, cell.elements)
     if cell.codec in ABSMAX:
         coding = _absmax(values, ABSMAX[cell.codec])
@@ -89,21 +99,25 @@ def measure(cell: Cell) -> Row:
         coding = _ours(fragment, values, cast(CodecName, cell.codec), cell.rho or 1.0)
     error = float(np.sum((values.astype(np.float64) - coding.decode()) ** 2))
     signal = float(np.sum(values.astype(np.float64) ** 2))
-    snr_db = 10 * math.log10(signal / error) if error else None
-    return {
+    row: Row = {
         "bits_per_param": 8 * coding.size_bytes / values.size,
-        "snr_db": snr_db,
-        # Every code of independent Gaussian values needs so many bits at this error.
-        "gaussian_bound_bits": None if snr_db is None else snr_db / (20 * math.log10(2)),
+        "snr_db": None,
+        "gaussian_bound_bits": None,
         "encode_gparams_per_s": values.size / _median_s(coding.encode) / 1e9,
         "decode_gparams_per_s": values.size / _median_s(coding.decode) / 1e9,
         "memcpy_gparams_per_s": values.size / _median_s(values.copy) / 1e9,
     }
+    if error > 0:
+        snr_db = 10 * math.log10(signal / error)
+        row["snr_db"] = snr_db
+        # Every code of independent Gaussian values needs so many bits at this error.
+        row["gaussian_bound_bits"] = snr_db / (20 * math.log10(2))
+    return row
 
 
 def headline(rows: Sequence[Row]) -> list[str]:
-    """The default codec on the data that are nearest to real ones."""
-    mine = [row for row in rows if (row["codec"], row["rho"]) == ("int4-zstd", 0.5)]
+    """The default codec on the data that are nearest to real ones, which come last."""
+    mine = [row for row in rows if (row["codec"], row["rho"]) == ("int4-zstd", DEFAULT_RHO)]
     return [
         f"{row['data']}: {row['bits_per_param']:.2f} bits per parameter at {row['snr_db']:.1f} dB "
         f"(Gaussian bound {row['gaussian_bound_bits']:.2f}); encode "
@@ -117,14 +131,16 @@ def headline(rows: Sequence[Row]) -> list[str]:
 
 
 def _ours(fragment: Fragment, values: F32, name: CodecName, rho: float) -> Coding:
-    """A push of `values`, and what its receiver does: check, decode, add."""
+    """Narrows' own codec: a sender encodes a push of `values`; its receiver decodes and adds it."""
     zeros = np.zeros_like(values)
 
     def encode() -> list[bytes]:
-        chunks = encode_push(
-            fragment, values, zeros, codec=name, rho=rho, chunk_elements=CHUNK_ELEMENTS
-        )
-        return [chunk.payload for chunk in chunks]
+        return [
+            chunk.payload
+            for chunk in encode_push(
+                fragment, values, zeros, codec=name, rho=rho, chunk_elements=CHUNK_ELEMENTS
+            )
+        ]
 
     payloads = encode()
 
@@ -139,7 +155,7 @@ def _ours(fragment: Fragment, values: F32, name: CodecName, rho: float) -> Codin
 
 
 def _absmax(values: F32, limit: int) -> Coding:
-    """One float32 scale for BLOCK values, codes of 4 or 8 bits."""
+    """One float32 scale for each BLOCK of values, and codes from -limit to limit."""
 
     def encode() -> tuple[Any, F32]:
         blocks = np.resize(values, (-(-values.size // BLOCK), BLOCK))
@@ -153,7 +169,7 @@ def _absmax(values: F32, limit: int) -> Coding:
         sent: F32 = (codes * scales).reshape(-1)[: values.size]
         return sent
 
-    bits = 8 if limit > 7 else 4
+    bits = (2 * limit + 1).bit_length()
     return Coding(encode, decode, values.size * bits // 8 + 4 * scales.size)
 
 
@@ -162,13 +178,15 @@ def _absmax(values: F32, limit: int) -> Coding:
 
 @lru_cache(maxsize=1)
 def _data(name: str, count: int) -> tuple[Fragment, F32]:
-    """A fragment and its outer gradient (n,); a recorded one has a size of its own."""
+    """A fragment and its outer gradient (n,), drawn or recorded."""
     if name == "recorded":
         tensors = load_file(RECORDING)
-        indices = sorted(key.removeprefix("bounds.") for key in tensors if key[:7] == "bounds.")
+        indices = sorted(
+            key.removeprefix("bounds.") for key in tensors if key.startswith("bounds.")
+        )
         values = np.concatenate([tensors[f"outer_grad.{index}"] for index in indices])
-        pieces = [int(count) for index in indices for count in np.diff(tensors[f"bounds.{index}"])]
-        return _fragment(pieces), values
+        lengths = np.concatenate([np.diff(tensors[f"bounds.{index}"]) for index in indices])
+        return _fragment(lengths.tolist()), values
     rng = np.random.default_rng(0)
     if name == "student_t":  # Infinite kurtosis, finite variance.
         drawn = rng.standard_t(3, size=count)
@@ -178,7 +196,7 @@ def _data(name: str, count: int) -> tuple[Fragment, F32]:
 
 
 def _fragment(pieces: Sequence[int]) -> Fragment:
-    """One fragment of so many pieces, one after the other."""
+    """One fragment whose pieces have these lengths, one after the other."""
     entries = [LayoutEntry(f"t{i}", (n,), "float32", "rda") for i, n in enumerate(pieces)]
     (fragment,) = build_table(entries, 1)
     assert [piece.count for piece in fragment.pieces] == list(pieces), "the order of the layout"

@@ -1,11 +1,11 @@
 """`narrows bench fairness`: unequal learners share a run; the work of each must count.
 
-A cell is a mix of step times, with two runs side by side, because learners whose step is a timed
-wait leave the machine idle. The calm run goes on undisturbed. In the rough one the slowest learner
-is away for a third of the time, at most a minute, and the broker is killed while it is.
+A cell is a mix of step times. It has two runs at the same time: the learners only wait in a step,
+so the machine has room for both. Nothing disturbs the calm run. In the rough one the slowest
+learner is away for a third of the time, at most a minute, and the broker is killed meanwhile.
 
-A learner's share is the part of its own tokens that durable rounds hold. Nothing else than being
-under way may be missing: about a period. The run's clock must be the sum of what was merged.
+A learner's share is the part of its own tokens that durable rounds hold. Only what is still under
+way may be missing: about a period. The run's clock must be the sum of what was merged.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MIXES: Final = (
     (0.05, 0.5),
     (0.005, 0.017, 0.5),
 )
-"""Seconds that a step of each learner takes; the first mix, of equals, is what others are held
-against."""
-SHORT: Final = ((0.1, 0.1), (0.02, 0.2))
+"""Seconds that a step of each learner takes. The other mixes are compared with the first, of
+equals."""
+SHORT_MIXES: Final = ((0.1, 0.1), (0.02, 0.2))
 ASKED: Final = 0.9
 """Part of the equals' share that every learner must have."""
 AWAY_S_MAX: Final = 60.0
@@ -45,12 +45,13 @@ COLUMNS: Final = (
     Column("behind", "rough_behind_periods", "{:.2f}"),
     Column("clock off", "rough_clock_off_tokens"),
 )
-"""Shares in the order of the step times. Behind: tokens logged and not merged, in tokens that all
-learners make in a period. Clock off: its distance from the sum of the merged tokens."""
+"""Shares stand in the order of the step times. Behind: tokens that were logged and not merged, in
+units of those that all learners make in a period. Clock off: tokens between the clock and the sum
+of the merged ones."""
 
 
 @dataclass(frozen=True)
-class Cell:
+class FairnessCell:
     """A mix, and how long its two runs take."""
 
     step_s: tuple[float, ...]
@@ -59,12 +60,15 @@ class Cell:
 
 def fairness(*, short: Short = False, json: Json = None) -> None:
     """Measure the share of its own tokens that each of several unequal learners has merged."""
-    cells = [Cell(each, 0.25) for each in SHORT] if short else [Cell(each, 3.0) for each in MIXES]
+    if short:
+        cells = [FairnessCell(mix, 0.25) for mix in SHORT_MIXES]
+    else:
+        cells = [FairnessCell(mix, 3.0) for mix in MIXES]
     bench("fairness", cells, measure, COLUMNS, headline, json=json)
 
 
-def measure(cell: Cell) -> Row:
-    """One calm and one rough run of a mix, at the same time."""
+def measure(cell: FairnessCell) -> Row:
+    """Makes the calm and the rough run of a mix at the same time."""
     toys = [
         Toy(f"learner-{index}", PARAMS, step_s=step_s, seed=index)
         for index, step_s in enumerate(cell.step_s)
@@ -81,7 +85,10 @@ def measure(cell: Cell) -> Row:
                 run.toy(toy)
         for run in (calm, rough):
             run.wait_merges(1)
-        seconds, slowest = 60 * cell.minutes, toys[-1].name
+
+        # A third of the time is calm. Then the slowest learner is away, and the rest is calm again.
+        seconds = 60 * cell.minutes
+        slowest = toys[-1].name
         away_s = min(AWAY_S_MAX, seconds / 3)
         rough.wait(seconds / 3)
         rough.signal(slowest, signal.SIGSTOP)
@@ -91,6 +98,7 @@ def measure(cell: Cell) -> Row:
         rough.wait(away_s / 2)
         rough.signal(slowest, signal.SIGCONT)
         rough.wait(seconds * 2 / 3 - away_s)
+
         row: Row = {}
         for name, run in (("calm", calm), ("rough", rough)):
             row |= {f"{name}_{key}": value for key, value in _look(run, toys).items()}
@@ -98,16 +106,19 @@ def measure(cell: Cell) -> Row:
 
 
 def _look(run: Run, toys: Sequence[Toy]) -> Row:
-    """Shares, and how far the clock is from what was merged and from what was logged."""
+    """Each learner's share, and how far the clock is from what was merged and what was logged."""
     logged, merged = run.account([toy.name for toy in toys])
-    clock, shares = float(run.final()["run_tokens"]), list[float]()
-    for name, tokens in logged.items():  # Every token is pushed once in each fragment.
+    clock = float(run.final()["run_tokens"])
+    shares = list[float]()
+    for name, tokens in logged.items():
+        # Every token is pushed once in each fragment.
         mine = sum(merged[name, fragment] for fragment in range(FRAGMENTS))
         shares.append(round(mine / FRAGMENTS / max(1, tokens), 3))
+    period_tokens = len(toys) * SYNC_PERIOD_STEPS * TOKENS
     return {
         "shares": shares,
         "logged_tokens": list(logged.values()),
-        "behind_periods": (sum(logged.values()) - clock) / (len(toys) * SYNC_PERIOD_STEPS * TOKENS),
+        "behind_periods": (sum(logged.values()) - clock) / period_tokens,
         "clock_off_tokens": round(clock - merged.total() / FRAGMENTS),
     }
 
@@ -115,14 +126,17 @@ def _look(run: Run, toys: Sequence[Toy]) -> Row:
 def headline(rows: Sequence[Row]) -> list[str]:
     """The lowest share of calm and rough runs, beside what equals have in calm."""
     equals = [min(row["calm_shares"]) for row in rows if len(set(row["step_s"])) == 1]
-    asked = f"asked {ASKED * min(equals):.3f}" if equals else "without equals to compare with"
+    asked = "without equals to compare with"
+    if equals:
+        asked = f"asked {ASKED * min(equals):.3f}"
     lines = []
     for name in ("calm", "rough"):
         lowest, step_s = min((min(row[f"{name}_shares"]), row["step_s"]) for row in rows)
-        off = [row["step_s"] for row in rows if abs(row[f"{name}_clock_off_tokens"]) >= 1]
+        wrong_at = [row["step_s"] for row in rows if abs(row[f"{name}_clock_off_tokens"]) >= 1]
+        clock = f"wrong at {wrong_at}" if wrong_at else "exact"
         behind = max(row[f"{name}_behind_periods"] for row in rows)
         lines.append(
             f"{name}: the lowest share is {lowest:.3f} (steps of {step_s} s), {asked}; the clock "
-            f"is {f'wrong at {off}' if off else 'exact'}, and {behind:.2f} of a period behind"
+            f"is {clock}, and {behind:.2f} of a period behind"
         )
     return lines

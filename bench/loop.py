@@ -1,7 +1,7 @@
 """`narrows bench loop`: rounds per second over loopback, and what a round costs at either end.
 
-Two toys push as fast as the broker merges. CPU is read from the kernel by thread, and divided by
-the parameters of the merged fragments: nanoseconds per parameter and round.
+Two toys push as fast as the broker merges. The kernel tells the CPU time of each thread; divided by
+the parameters of the merged fragments it gives nanoseconds per parameter and round.
 """
 
 from __future__ import annotations
@@ -18,9 +18,21 @@ from narrows.proto.units import BitRate
 
 LEARNERS: Final = 2
 FRAGMENTS: Final = 4
+NAME_BY_MODE: Final = {"decoupled": "free running", "diloco": "in lockstep"}
+FRAGMENTS_BY_MODE: Final = {"decoupled": FRAGMENTS, "diloco": 1}
+MOVED_BY_MODE: Final = {"decoupled": 1, "diloco": TENSORS}
+"""Tensors that a step of a toy moves. In lockstep a push holds one step, which must say something
+everywhere: else its codes would be mostly zeros."""
+PACE_BY_MODE: Final[Mapping[str, Mapping[str, object]]] = {
+    "decoupled": HURRY,
+    "diloco": {"fragments.sync_period_steps": 1},
+}
+
 PARAMS: Final = 1 << 24
+RATES: Final = ("0", "1Gbit/s", "100Mbit/s")
 ROUNDS_BEFORE: Final = 2
-"""Rounds of every fragment before the clock starts: first copies and caches are over then."""
+"""Rounds of every fragment before the clock starts: by then first copies have arrived, and caches
+are warm."""
 
 COLUMNS: Final = (
     Column("mode", "mode"),
@@ -40,13 +52,13 @@ COLUMNS: Final = (
 
 
 @dataclass(frozen=True)
-class Cell:
+class LoopCell:
     """A mode and the rate of each learner's line, in each direction."""
 
     mode: str
     """decoupled: four fragments, rounds overlap. diloco: the whole model at once, in lockstep."""
     rate: str
-    """As a setting: "1Gbit/s"; "0": no limit."""
+    """As it stands in a setting: "1Gbit/s"; "0": no limit."""
     params: int
     seconds: float
     """Time that is measured."""
@@ -54,21 +66,18 @@ class Cell:
 
 def loop(*, short: Short = False, json: Json = None) -> None:
     """Measure rounds per second, seconds per exchange, and CPU by stage at broker and learner."""
-    rates = ("0", "1Gbit/s") if short else ("0", "1Gbit/s", "100Mbit/s")
-    modes = ("decoupled", "diloco")
+    rates = RATES[:2] if short else RATES
     seconds = 5.0 if short else 15.0
-    cells = [Cell(mode, rate, PARAMS, seconds) for mode in modes for rate in rates]
+    cells = [LoopCell(mode, rate, PARAMS, seconds) for mode in FRAGMENTS_BY_MODE for rate in rates]
     bench("loop", cells, measure, COLUMNS, headline, json=json)
 
 
-def measure(cell: Cell) -> Row:
+def measure(cell: LoopCell) -> Row:
     """A run over loopback, whose learners keep to the rate by themselves."""
-    is_lockstep = cell.mode == "diloco"
-    settings: Mapping[str, object] = {"fragments.sync_period_steps": 1} if is_lockstep else HURRY
+    settings = PACE_BY_MODE[cell.mode]
     if BitRate.parse(cell.rate):
         settings = {**settings, "wan.up": cell.rate, "wan.down": cell.rate}
-    # A push of one step must say something everywhere, else codes would be mostly zeros.
-    toy = Toy("toy", cell.params, moved=TENSORS if is_lockstep else 1)
+    toy = Toy("toy", cell.params, moved=MOVED_BY_MODE[cell.mode])
     with Run() as run:
         return exchanging(run, cell.mode, settings, toy, cell.seconds)
 
@@ -76,18 +85,30 @@ def measure(cell: Cell) -> Row:
 def exchanging(
     run: Run, mode: str, settings: Mapping[str, object], toy: Toy, seconds: float
 ) -> Row:
-    """A broker and two such toys; rates over so many seconds or longer, in whole rounds."""
-    fragments = 1 if mode == "diloco" else FRAGMENTS
-    cut = {"run.mode": mode, "fragments.count": fragments}
-    run.broker({"run.learners_at_start": LEARNERS, "merge.quorum": LEARNERS, **cut, **settings})
+    """Runs a broker and two such toys; returns rates over `seconds` or longer, in whole rounds."""
+    fragments = FRAGMENTS_BY_MODE[mode]
+    run.broker(
+        {
+            "run.learners_at_start": LEARNERS,
+            "run.mode": mode,
+            "merge.quorum": LEARNERS,
+            "fragments.count": fragments,
+            **settings,
+        }
+    )
     toys = run.toys(toy, LEARNERS)
     run.wait_merges(ROUNDS_BEFORE * fragments)
-    first, before, began_s = len(run.merges()), _spent(run, toys), time.monotonic()
+
+    first = len(run.merges())
+    before = _spent(run, toys)
+    began_s = time.monotonic()
     run.wait(seconds)
     # The clock ends with a round, as it began.
     run.wait_merges(max(first + fragments, len(run.merges()) + 1))
-    merges, after = run.merges()[first:], _spent(run, toys)
+    merges = run.merges()[first:]
+    after = _spent(run, toys)
     took_s = time.monotonic() - began_s
+
     rounds = len(merges)
     elements = rounds * toy.params / fragments
     pushed = sum(each["pushed_bytes"] for each in merges)
@@ -105,31 +126,32 @@ def exchanging(
 
 
 def headline(rows: Sequence[Row]) -> list[str]:
-    """The first row of each mode: without a limit."""
-    lines: list[str] = []
-    for mode, what in (("decoupled", "free running"), ("diloco", "in lockstep")):
-        for row in [each for each in rows if each["mode"] == mode][:1]:
-            broker, learner = (
-                sum(value for key, value in row.items() if key.startswith(who))
-                for who in ("broker_", "learner_")
-            )
-            lines.append(
-                f"{what}: {row['rounds_per_s']:.1f} rounds/s, {row['exchange_s']:.3f} s per "
-                f"exchange of {row['params'] / 1e6:.1f} M parameters; CPU ns per parameter and "
-                f"round: broker {broker:.1f}, learner {learner:.1f}"
-            )
-    return lines
+    """A line for the first row of each mode, the one without a limit."""
+    first: dict[str, Row] = {}
+    for row in rows:
+        first.setdefault(row["mode"], row)
+    return [
+        f"{NAME_BY_MODE[mode]}: {row['rounds_per_s']:.1f} rounds/s, {row['exchange_s']:.3f} s per"
+        f" exchange of {row['params'] / 1e6:.1f} M parameters; CPU ns per parameter and round:"
+        f" broker {_total(row, 'broker_'):.1f}, learner {_total(row, 'learner_'):.1f}"
+        for mode, row in first.items()
+    ]
+
+
+def _total(row: Row, stages: str) -> float:
+    """The sum of the values whose keys begin so."""
+    return float(sum(value for key, value in row.items() if key.startswith(stages)))
 
 
 def _spent(run: Run, toys: Sequence[str]) -> dict[str, float]:
-    """CPU seconds so far by stage, and steps; those of the learners are their mean."""
+    """CPU seconds so far by stage, and steps; a learner's figures are the mean of all learners."""
     broker = thread_cpu_s(run.running["broker"].pid)
-    learners = [thread_cpu_s(run.running[toy].pid) for toy in toys]
+    learners = [thread_cpu_s(run.running[name].pid) for name in toys]
     return {
         "broker_loop": broker["main"],
         "broker_workers": broker["others"],
         "broker_zeromq": broker["zeromq"],
-        "learner_training": fmean(run.facts(toy)["boundary_cpu_s"] for toy in toys),
+        "learner_training": fmean(run.facts(name)["boundary_cpu_s"] for name in toys),
         "learner_background": fmean(each["others"] for each in learners),
         "learner_zeromq": fmean(each["zeromq"] for each in learners),
         "steps": fmean(map(run.steps, toys)),

@@ -1,18 +1,19 @@
 """`narrows bench peers`: Narrows and other systems on the same shaped line.
 
-exchange: seconds in which two members average so many parameters over a line of a rate. The others
-average in one call, between one member at each end. Narrows runs its broker at one end and both
-learners at the other, so its line has the rate once for each of them. `lockstep` waits for the new
-version as the others do, inner step included; `decoupled` trains on, and exchanges without a pause.
+exchange: the seconds that two members need to average their parameters over the line. The other
+systems average in one call, between one member at each end. Narrows runs its broker at one end and
+both learners at the other, so its line has the rate once for each of them. `lockstep` waits for the
+new version as the others do, inner step included; `decoupled` trains on, and exchanges without a
+pause.
 
-computing: the share of the time in which learners compute when they exchange every H steps, a step
-being a timed wait: their steps per second over those of the same learners without any exchange.
-Beside it stands what diloco-measured published for blocking DiLoCo in float32 with four replicas.
-A decoupled learner never waits; on a narrow line it exchanges less often than every H steps, and
-`steps per exchange` says how often.
+computing: the share of the time in which learners compute when they exchange every H steps. A step
+is a timed wait, so the share is their steps per second over those of the same learners without any
+exchange. Beside it stands what diloco-measured published for blocking DiLoCo in float32 with four
+replicas. A decoupled learner never waits; on a narrow line it exchanges less often than every H
+steps, and `steps/exchange` says how often.
 
-Root alone can build the line. torchft and hivemind need environments of their own, each made by
-hand; the row of a system without one says how.
+Root alone can build the line. torchft and hivemind need environments of their own, made by hand;
+the row of a system without one says how.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -34,15 +35,18 @@ from typing import IO, Final
 
 from narrows.bench import loop
 from narrows.bench.kit.line import HUB_ADDRESS, SITE_ADDRESS, Line
-from narrows.bench.kit.rows import Column, Json, Row, Short, bench
-from narrows.bench.kit.run import TENSORS, Run, Toy
+from narrows.bench.kit.rows import Column, Json, Row, Short, bench, shown
+from narrows.bench.kit.run import Run, Toy
 from narrows.proto.units import BitRate
 
-SYSTEMS: Final = ("lockstep", "decoupled", "gloo", "torchft", "hivemind")
+OURS: Final = {"lockstep": "diloco", "decoupled": "decoupled"}
+"""The run's mode, by the name that Narrows has here."""
+SYSTEMS: Final = (*OURS, "gloo", "torchft", "hivemind")
 EXCHANGES: Final = 10
-"""Counted exchanges of another system; Narrows is measured for a time."""
+"""Exchanges of another system that are counted. Narrows is measured for a time instead."""
 NEVER_STEPS: Final = 1_000_000
-"""An H in which nothing is ever exchanged."""
+"""An H so long that nothing is ever exchanged."""
+SHORT_PARAMS: Final = 1 << 20
 
 PUBLISHED_PERCENT: Final = {
     128: {"50Mbit/s": 11.6, "200Mbit/s": 36.1, "1Gbit/s": 71.5, "5Gbit/s": 87.0},
@@ -76,7 +80,7 @@ COLUMNS: Final = (
 
 
 @dataclass(frozen=True)
-class Cell:
+class PeersCell:
     """One system on one line."""
 
     what: str
@@ -86,9 +90,9 @@ class Cell:
     """Rate of each learner in each direction."""
     params: int
     seconds: float
-    """Time in which Narrows is measured, at least."""
+    """Narrows is measured so long, or a little longer."""
     sync_period_steps: int | None = None
-    """H, where it is asked for."""
+    """H, for computing."""
 
 
 def peers(*, short: Short = False, json: Json = None, system: tuple[str, ...] = ()) -> None:
@@ -99,49 +103,78 @@ def peers(*, short: Short = False, json: Json = None, system: tuple[str, ...] = 
     system
         Names of systems (lockstep, decoupled, gloo, torchft, hivemind); all without it. Repeatable.
     """
-    rates = ("100Mbit/s",) if short else ("1Gbit/s", "100Mbit/s")
-    seconds = 5.0 if short else 20.0
-    cells = [
-        Cell("exchange", name, rate, 1 << 20 if short else 1 << 24, seconds)
-        for rate in rates
-        for name in SYSTEMS
-    ]
-    cells += [
-        Cell("computing", name, rate, 1 << 20 if short else PUBLISHED_PARAMS, seconds, period)
-        for period, shares in PUBLISHED_PERCENT.items()
-        for rate in shares
-        for name in SYSTEMS[:2]
-        if not short or (period, rate) == (32, "50Mbit/s")
-    ]
+    if short:
+        cells = _cells(
+            seconds=5.0,
+            params=SHORT_PARAMS,
+            rates=["100Mbit/s"],
+            computing_params=SHORT_PARAMS,
+            computing_rates={32: ["50Mbit/s"]},
+        )
+    else:
+        cells = _cells(
+            seconds=20.0,
+            params=1 << 24,
+            rates=["1Gbit/s", "100Mbit/s"],
+            computing_params=PUBLISHED_PARAMS,
+            computing_rates=PUBLISHED_PERCENT,
+        )
     chosen = [cell for cell in cells if not system or cell.system in system]
     bench("peers", chosen, measure, COLUMNS, headline, json=json)
 
 
-def measure(cell: Cell) -> Row:
-    """A system that cannot be had, or does not get through, has a row that says why. Raises
-    NarrowsError for a line that cannot be built."""
-    if cell.system in ("lockstep", "decoupled"):
+def _cells(
+    *,
+    seconds: float,
+    params: int,
+    rates: Sequence[str],
+    computing_params: int,
+    computing_rates: Mapping[int, Iterable[str]],
+) -> list[PeersCell]:
+    """Exchanges of all systems at `rates`, and Narrows computing at rates by their H."""
+    exchange = [
+        PeersCell("exchange", system, rate, params, seconds) for rate in rates for system in SYSTEMS
+    ]
+    computing = [
+        PeersCell("computing", system, rate, computing_params, seconds, period_steps)
+        for period_steps, rates_of_period in computing_rates.items()
+        for rate in rates_of_period
+        for system in OURS
+    ]
+    return exchange + computing
+
+
+def measure(cell: PeersCell) -> Row:
+    """One cell. A system that is not installed, or fails, has a row that says why.
+
+    Raises NarrowsError for a line that cannot be built.
+    """
+    if cell.system in OURS:
         return narrows(cell)
     if cell.system == "gloo":
         return averaged(cell, Path(sys.executable))
     folder = ENVIRONMENTS / cell.system
-    if not (python := folder / "bin" / "python").exists():
-        make = f"python -m venv {folder}; {folder}/bin/pip install torch {PINS[cell.system]}"
-        return {"exchange_s": None, "note": f"not installed: {make}"}
+    python = folder / "bin" / "python"
+    if not python.exists():
+        return {
+            "exchange_s": None,
+            "note": f"not installed: python -m venv {folder};"
+            f" {folder}/bin/pip install torch {PINS[cell.system]}",
+        }
     return averaged(cell, python)
 
 
 def headline(rows: Sequence[Row]) -> list[str]:
-    """Seconds of each system by rate, and what Narrows computes where others published."""
+    """Seconds of each system by rate, and the share that Narrows computes, beside others'."""
     lines = []
-    for rate in dict.fromkeys(row["rate"] for row in rows if row["what"] == "exchange"):
-        mine = [row for row in rows if (row["what"], row["rate"]) == ("exchange", rate)]
-        seconds = {row["system"]: row["exchange_s"] for row in mine}
-        told = ", ".join(f"{name} {s:.2f}" if s else f"{name} -" for name, s in seconds.items())
+    exchanges = [row for row in rows if row["what"] == "exchange"]
+    for rate in dict.fromkeys(row["rate"] for row in exchanges):
+        mine = [row for row in exchanges if row["rate"] == rate]
+        told = ", ".join(f"{row['system']} {shown(row['exchange_s'], '{:.2f}')}" for row in mine)
         lines.append(f"s per exchange of {mine[0]['params'] / 1e6:.1f} M at {rate}: {told}")
     return lines + [
         f"H {row['sync_period_steps']} at {row['rate']}: {row['system']} computes"
-        f" {row['computing_percent']:.1f}%, published {row['published_percent'] or '-'}"
+        f" {row['computing_percent']:.1f}%, published {shown(row['published_percent'], '{}')}"
         for row in rows
         if row["what"] == "computing"
     ]
@@ -150,24 +183,26 @@ def headline(rows: Sequence[Row]) -> list[str]:
 # Narrows.
 
 
-def narrows(cell: Cell) -> Row:
-    """Seconds per exchange; where an H is asked for, also steps per second of a learner, over
-    those of the same learners that exchange nothing."""
-    is_lockstep, asked = cell.system == "lockstep", cell.sync_period_steps
-    # Without an H one step for each fragment, so that something always waits to be sent.
-    period_steps = asked or (1 if is_lockstep else loop.FRAGMENTS)
-    # A push of one step must say something everywhere, else codes would be mostly zeros.
-    moved = TENSORS if is_lockstep and not asked else 1
-    toy = Toy("toy", cell.params, PUBLISHED_STEP_S if asked else 0.004, moved)
-    mode = "diloco" if is_lockstep else "decoupled"
+def narrows(cell: PeersCell) -> Row:
+    """Seconds per exchange. With an H also the share of the time in which a learner computes: its
+    steps per second over those of the same learners that exchange nothing."""
+    mode = OURS[cell.system]
+    if cell.sync_period_steps is None:
+        # One step for each fragment, so that something always waits to be sent.
+        period_steps = loop.FRAGMENTS_BY_MODE[mode]
+        toy = Toy("toy", cell.params, moved=loop.MOVED_BY_MODE[mode])
+    else:
+        period_steps = cell.sync_period_steps
+        toy = Toy("toy", cell.params, PUBLISHED_STEP_S)
     settings = {"fragments.sync_period_steps": period_steps}
     with Line(loop.LEARNERS * float(BitRate.parse(cell.rate))) as line, Run(line=line) as run:
         made = loop.exchanging(run, mode, settings, toy, cell.seconds)
     row: Row = {"exchange_s": made["exchange_s"], "note": ""}
-    if asked is None:
+    if cell.sync_period_steps is None:
         return row
+
     undisturbed = undisturbed_steps_per_s(cell.params, cell.seconds)
-    published = PUBLISHED_PERCENT[asked][cell.rate]
+    published = PUBLISHED_PERCENT[period_steps][cell.rate]
     return row | {
         "steps_per_exchange": made["steps_per_s"] * made["exchange_s"],
         "computing_percent": 100 * made["steps_per_s"] / undisturbed,
@@ -178,12 +213,17 @@ def narrows(cell: Cell) -> Row:
 @cache
 def undisturbed_steps_per_s(params: int, seconds: float) -> float:
     """Steps per second of a learner while nobody exchanges anything."""
-    never = {"fragments.sync_period_steps": NEVER_STEPS}
     with Run() as run:
-        run.broker({"run.learners_at_start": loop.LEARNERS, **never})
+        run.broker(
+            {
+                "run.learners_at_start": loop.LEARNERS,
+                "fragments.sync_period_steps": NEVER_STEPS,
+            }
+        )
         names = run.toys(Toy("toy", params, PUBLISHED_STEP_S), loop.LEARNERS)
         run.wait_until(lambda: all(map(run.facts, names)), "all to join", *run.running)
-        began_s, steps = time.monotonic(), fmean(map(run.steps, names))
+        began_s = time.monotonic()
+        steps = fmean(map(run.steps, names))
         run.wait(seconds)
         return (fmean(map(run.steps, names)) - steps) / (time.monotonic() - began_s)
 
@@ -191,11 +231,15 @@ def undisturbed_steps_per_s(params: int, seconds: float) -> float:
 # Other systems.
 
 
-def averaged(cell: Cell, python: Path) -> Row:
-    """Median seconds of the slower member of an exchange, or a note why there are none."""
+def averaged(cell: PeersCell, python: Path) -> Row:
+    """Median seconds of an exchange, each taken at its slower member; or a note why there are none.
+
+    `python` is the interpreter of the system's own environment.
+    """
     environ = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     environ |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-    members, logs = list[subprocess.Popen[bytes]](), list[IO[str]]()
+    members = list[subprocess.Popen[bytes]]()
+    logs = list[IO[str]]()
     told: list[list[str]] = []
     with Line(float(BitRate.parse(cell.rate))) as line, ExitStack() as stack:
         ends = ((line.hub, HUB_ADDRESS), (line.site, SITE_ADDRESS))
@@ -212,18 +256,23 @@ def averaged(cell: Cell, python: Path) -> Row:
             )  # fmt: skip
             members.append(member)
             stack.callback(_end, member)
+
+        # A member that fails leaves the other one waiting: the first failure ends the measurement.
         limit = time.monotonic() + EXCHANGE_S_MAX
         codes = [member.poll() for member in members]
         while None in codes and not any(codes) and time.monotonic() < limit:
             time.sleep(LOOK_S)
             codes = [member.poll() for member in members]
+
         for log in logs:
             log.seek(0)
             told.append(log.read().splitlines())
     if any(code != 0 for code in codes):
+        note = f"not finished: exit codes {codes}"
         failed = max(range(len(codes)), key=lambda rank: abs(codes[rank] or 0))
-        said = f", said {told[failed][-1][:200]!r}" if told[failed] else ""
-        return {"exchange_s": None, "note": f"not finished: exit codes {codes}{said}"}
+        if told[failed]:
+            note = f"{note}, said {told[failed][-1][:200]!r}"
+        return {"exchange_s": None, "note": note}
     of_each = [
         [json.loads(line)["seconds"] for line in lines if line.startswith('{"')] for lines in told
     ]

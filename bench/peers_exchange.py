@@ -2,8 +2,8 @@
 
 It runs in that system's own environment, so it imports PyTorch, the system and the standard library
 alone. `python peers_exchange.py SYSTEM RANK WORLD STORE_HOST OWN_HOST PARAMS EXCHANGES` prints a
-JSON line for each exchange. Rank 0 holds the store, and the coordinator where a system has one. Its
-parent holds the standard input open: a member whose parent is gone ends.
+JSON line for each exchange. Rank 0 holds the store, and the coordinator where a system has one. The
+parent holds the standard input open, and a member ends when its parent is gone.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 PORT = 29500
 PATIENCE = timedelta(minutes=5)
 WARM_UP = 2
-"""Exchanges that are not counted: connections are made, TCP finds its window."""
+"""Exchanges that are not counted: they make the connections, and TCP finds its window."""
 
 BUCKET_ELEMENTS = (25 << 20) // 2
 """25 MiB of bfloat16, as DistributedDataParallel cuts gradients by default."""
 
 MATCHMAKING_S = 1.0
-"""hivemind looks for the group for so long before the clock starts; its default is 5 s."""
+"""Seconds for which hivemind looks for the group before the clock starts; its default is 5."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Member:
         self.store.wait([f"{place} go"], PATIENCE)
 
     def place(self, find: Callable[[], str]) -> str:
-        """The address of the system's coordinator, which rank 0 starts by `find`."""
+        """The address of the system's coordinator. Rank 0 calls `find` for it, and all get it."""
         if self.rank == 0:
             self.store.set("coordinator", find())
         return str(self.store.get("coordinator").decode())
@@ -60,19 +60,20 @@ class Member:
 
 @dataclass(frozen=True)
 class System:
-    """How a system averages: `average` is timed, and gives the mean of all members' values."""
+    """How a system averages."""
 
     average: Callable[[Tensor], Tensor]
+    """Returns the mean of all members' values. It is timed."""
     tolerance: float
     """Largest error of the mean, relative in the 2-norm."""
     prepare: Callable[[Tensor], None] = lambda values: None
-    """Called before the members start together; finds the group, where a system looks for one."""
+    """Finds the group, where a system looks for one. It is called before the clock starts."""
     holds: object = None
-    """Servers that live as long as the system is used."""
+    """Servers that have to live as long as the system is used."""
 
 
 def gloo(member: Member) -> System:
-    """torch.distributed over Gloo in bfloat16, as DistributedDataParallel's compression hook."""
+    """torch.distributed over Gloo in bfloat16, as DistributedDataParallel's hook compresses."""
     distributed.init_process_group(
         "gloo", store=member.store, rank=member.rank, world_size=member.world, timeout=PATIENCE
     )
@@ -89,8 +90,10 @@ def gloo(member: Member) -> System:
 
 
 def torchft(member: Member) -> System:
-    """Manager.allreduce over Gloo with its quorum and its vote. Without Triton, as on any CPU,
-    torchft sends float32, also where it is told to quantise."""
+    """Manager.allreduce over Gloo with its quorum and its vote.
+
+    Without Triton, as on any CPU, torchft sends float32 even if it is told to quantise.
+    """
     from torchft import Manager, ProcessGroupGloo  # type: ignore[import-not-found]
     from torchft.coordination import LighthouseServer  # type: ignore[import-not-found]
 
@@ -120,19 +123,19 @@ def torchft(member: Member) -> System:
 
 
 def hivemind(member: Member) -> System:
-    """DecentralizedAverager with 8-bit codes; its group is found before the clock starts."""
+    """DecentralizedAverager with 8-bit codes; it finds its group before the clock starts."""
     from hivemind import DHT, DecentralizedAverager  # type: ignore[import-not-found]
     from hivemind.averaging.control import AveragingStage  # type: ignore[import-not-found]
     from hivemind.compression import Uniform8BitQuantization  # type: ignore[import-not-found]
     from hivemind.utils import get_dht_time  # type: ignore[import-not-found]
 
     def node(peers: list[str]) -> Any:
-        addresses = [f"/ip4/{member.host}/tcp/0"]
         return DHT(
-            initial_peers=peers, start=True, host_maddrs=addresses, auto_nat=False,
-            nat_port_map=False, use_relay=False,
+            initial_peers=peers, start=True, host_maddrs=[f"/ip4/{member.host}/tcp/0"],
+            auto_nat=False, nat_port_map=False, use_relay=False,
         )  # fmt: skip
 
+    # Rank 0 is the node that all others find.
     first: Any = node([]) if member.rank == 0 else None
     place = member.place(lambda: str(first.get_visible_maddrs()[0]))
     averager = DecentralizedAverager(
@@ -158,9 +161,9 @@ def hivemind(member: Member) -> System:
 
     def average(values: Tensor) -> Tensor:
         control.allow_allreduce()
-        group = control.result()
-        if group is None or len(group) != member.world:
-            raise RuntimeError(f"hivemind averaged {group and len(group)} of {member.world}")
+        group = control.result() or ()
+        if len(group) != member.world:
+            raise RuntimeError(f"hivemind averaged {len(group)} of {member.world}")
         with averager.get_tensors() as tensors:
             return values.copy_(tensors[0])
 
@@ -172,7 +175,8 @@ def measure(member: Member, system: System, exchanges: int) -> None:
     base = torch.randn(member.params, generator=torch.Generator().manual_seed(0))
     for number in range(-WARM_UP, exchanges):
         shift = WARM_UP + number + 1  # Another mean each time: a stale result is found.
-        values, wanted = base * (shift + member.rank), base * (shift + (member.world - 1) / 2)
+        values = base * (shift + member.rank)
+        wanted = base * (shift + (member.world - 1) / 2)
         system.prepare(values)
         member.meet(f"exchange {number}")
         started_s = time.perf_counter()
@@ -183,7 +187,8 @@ def measure(member: Member, system: System, exchanges: int) -> None:
             raise ArithmeticError(f"the mean is off by {error:.2g}, expected {system.tolerance:g}")
         if number >= 0:
             print(json.dumps({"exchange": number, "seconds": seconds}), flush=True)
-    # Who leaves early would take away parts that others need; rank 0 holds the store for the rest.
+    # A member that leaves early would take away parts that others need. Rank 0 leaves last, because
+    # it holds the store.
     member.meet("end")
     if member.rank:
         member.store.set(f"left {member.rank}", "")
@@ -198,15 +203,14 @@ def end_with_parent() -> None:
 
 def main() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
-    name, store_host, host = sys.argv[1], *sys.argv[4:6]
-    rank, world, params, exchanges = (int(sys.argv[index]) for index in (2, 3, 6, 7))
+    name, rank, world, store_host, host, params, exchanges = sys.argv[1:]
     torch.set_num_threads(1)
     store = TCPStore(
-        store_host, PORT, is_master=rank == 0, wait_for_workers=False, timeout=PATIENCE
+        store_host, PORT, is_master=rank == "0", wait_for_workers=False, timeout=PATIENCE
     )
-    member = Member(rank, world, host, params, store)
+    member = Member(int(rank), int(world), host, int(params), store)
     system = {"gloo": gloo, "torchft": torchft, "hivemind": hivemind}[name](member)
-    measure(member, system, exchanges)
+    measure(member, system, int(exchanges))
     os._exit(0)  # The systems' threads would be torn down while others use their connections.
 
 

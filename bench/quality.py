@@ -2,10 +2,12 @@
 
 The hosts of broker and learners are the real ones, the time is virtual, and the learners train the
 reference GPT: so the seed decides a loss, however busy the machine is. Data parallel is one model
-whose step takes a batch of each learner, with the exact mean gradient and the same schedule. Its
-peak learning rate is the preset's, the best of 0.25 to 4 times it for data parallel, not for runs.
+whose step takes a batch of each learner, with the exact mean gradient and the same schedule. Both
+have the preset's peak learning rate. It was tuned for data parallel (the best of 0.25 to 4 times
+itself), and not for runs.
 
-Cells of unequal learners see as many tokens as those of equal ones, whoever trains on them.
+All unequal cells, and the equal ones beside them, see the same number of tokens, whichever of their
+learners trains on them.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from multiprocessing import get_context
 from statistics import fmean, stdev
 from typing import Final
 
 from narrows.bench.kit.rows import Column, Json, Row, Short, bench
+from narrows.bench.quality_cells import FOUR, TWO, QualityCell, equal_cells, unequal_cells
 from narrows.bench.reference.worker import need_torch
 from narrows.proto.errors import ConfigError
 
@@ -42,40 +45,6 @@ COLUMNS: Final = (
 """Losses are nats per byte of validation text, means over the seeds. The interval is of 95%."""
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A setting, run once for each seed."""
-
-    speeds: str
-    """Steps of each learner in the same time: "10:1:1" are three, the first ten times as fast."""
-    keep: float = 0.5
-    dead: str = "nobody"
-    """Learners that are killed again and again, and dead half of the time: nobody, one, or each in
-    turn."""
-    steps: int = 1000
-    """Steps of all learners together, each of a batch from everybody: what data parallel makes."""
-    seeds: int = 6
-    preset: str = "nano"
-
-    @property
-    def learners(self) -> int:
-        return self.speeds.count(":") + 1
-
-
-TWO: Final = "1:1"
-FOUR: Final = "1:1:1:1"
-UNEQUAL: Final = (
-    (FOUR, "nobody"),
-    (FOUR, "one"),
-    ("4:1", "nobody"),
-    ("10:1", "nobody"),
-    ("10:1:1", "nobody"),
-    ("1", "nobody"),
-)
-"""Speeds and the dead of the cells with UNEQUAL_BATCHES, the lone fast learner last."""
-UNEQUAL_BATCHES: Final = 2400
-
-
 def quality(
     *, short: Short = False, json: Json = None, seeds: int = 6, unequal: bool = False
 ) -> None:
@@ -86,51 +55,50 @@ def quality(
     seeds
         Runs of each cell, 2 to 10; each has its first parameters, order of the text and mishaps.
     unequal
-        The cells of unequal learners alone.
+        Measure the cells of unequal learners alone.
     """
     need_torch()
     if not 2 <= seeds <= SEEDS_MAX:
         raise ConfigError("--seeds", expected=f"2 to {SEEDS_MAX}", got=str(seeds))
-    cells = [
-        Cell(speeds, keep, dead, seeds=seeds)
-        for speeds in (TWO, FOUR)
-        for dead in ("nobody", "each")
-        for keep in (0.5, 0.7)
-    ]
-    cells += [Cell(FOUR, keep, steps=3000, seeds=seeds) for keep in (0.5, 0.7)]
-    cells += [Cell(FOUR, dead="one", seeds=seeds)]
-    mixes = [Cell(speeds, dead=dead, seeds=seeds) for speeds, dead in UNEQUAL]
-    mixes = [replace(each, steps=UNEQUAL_BATCHES // each.learners) for each in mixes]
-    cells = mixes if unequal else cells + mixes
     if short:
-        cells = [Cell(speeds, steps=200, seeds=2) for speeds in (TWO, FOUR)]
+        cells = [QualityCell(speeds, steps=200, seeds=2) for speeds in (TWO, FOUR)]
+    elif unequal:
+        cells = unequal_cells(seeds)
+    else:
+        cells = equal_cells(seeds) + unequal_cells(seeds)
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         bench("quality", cells, partial(measure, pool), COLUMNS, headline, json=json)
 
 
-def measure(pool: Executor, cell: Cell) -> Row:
-    """Losses of all seeds of a cell, and by how much they exceed data parallel's."""
+def measure(pool: Executor, cell: QualityCell) -> Row:
+    """Trains all seeds of a cell; the row has their losses, and their excess over data parallel."""
     from narrows.bench.trained import train  # It loads PyTorch.
 
     jobs = [pool.submit(train, cell, seed) for seed in range(1, cell.seeds + 1)]
+    # Data parallel knows neither speeds nor deaths: cells that differ in these share a reference.
     equals = replace(cell, speeds=":".join("1" * cell.learners), keep=0.5, dead="nobody")
     references = data_parallel(pool, equals)
     runs = [each.result() for each in jobs]
-    row = compared([loss for loss, _ in runs], references)
-    return {**row, "contributors_mean": fmean(contributors for _, contributors in runs)}
+    return {
+        **compared([loss for loss, _ in runs], references),
+        "contributors_mean": fmean(contributors for _, contributors in runs),
+    }
 
 
 @cache
-def data_parallel(pool: Executor, cell: Cell) -> list[float]:
-    """Losses of all seeds, once for all cells that they stand beside."""
+def data_parallel(pool: Executor, cell: QualityCell) -> list[float]:
+    """Losses of all seeds. Several cells have the same reference, which is trained once."""
     from narrows.bench.trained import train_data_parallel
 
     return list(pool.map(partial(train_data_parallel, cell), range(1, cell.seeds + 1)))
 
 
 def compared(losses: Sequence[float], references: Sequence[float]) -> Row:
-    """Excess over data parallel by pairs of one seed, which share parameters and text: what they
-    share cancels. The interval is Student's t."""
+    """Excess over data parallel, with the interval of Student's t.
+
+    A loss is compared with the reference of the same seed: both begin with the same parameters and
+    read the same text, so the luck that they share cancels.
+    """
     excess = [100 * (a / b - 1) for a, b in zip(losses, references, strict=True)]
     half = STUDENT_T[len(excess) - 2] * stdev(excess) / len(excess) ** 0.5
     return {
@@ -144,7 +112,7 @@ def compared(losses: Sequence[float], references: Sequence[float]) -> Row:
 
 
 def headline(rows: Sequence[Row]) -> list[str]:
-    """Excess of each setting."""
+    """The excess of each cell."""
     return [
         f"{row['speeds']}, {row['dead']} dead, keep {row['keep']}, {row['steps']} steps:"
         f" {row['excess_percent']:+.1f}% [{row['low_percent']:+.1f}, {row['high_percent']:+.1f}]"

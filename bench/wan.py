@@ -1,8 +1,9 @@
 """`narrows bench wan`: five promises about a line, each with what is asked of it beside the figure.
 
-budget: the rate is used, and no second is above it. far: 100 ms of round trip leave a line of
-1 Gbit/s full. frozen: whoever stands still takes nothing from a learner beside it. relay: a site
-gets one copy of each publication. revoke: a key is taken back while everybody pushes.
+budget: learners use the rate that they may use, and no second is above it. far: 100 ms of round
+trip leave a line of 1 Gbit/s full. frozen: a learner that stands still costs the one beside it
+nothing. relay: one copy of each publication crosses the line of a site. revoke: a key is taken back
+while everybody pushes, and only its learner notices.
 
 All but `frozen` and `revoke` need root, because they build network namespaces.
 """
@@ -17,7 +18,7 @@ from itertools import cycle, pairwise
 from statistics import median
 from typing import Final, TypeAlias
 
-from narrows.bench.kit.line import FarLine, Line, available, peak_bits_per_s
+from narrows.bench.kit.line import FarLine, Line, Sample, available, peak_bits_per_s
 from narrows.bench.kit.rows import Column, Json, Row, Short, bench
 from narrows.bench.kit.run import HURRY, TENSORS, TOKENS, WIDTH, Run, Toy, numbered
 from narrows.proto.keys import AllowList
@@ -28,10 +29,12 @@ PARAMS: Final = 1 << 20
 PARAMS_MAX: Final = 1 << 24
 TOY: Final = Toy("learner", PARAMS)
 TRANSFER_S: Final = 0.4
-"""A fragment takes so long at the rate, else latencies and not the budget would fill the time."""
-PLAIN_FROM_BITS_PER_S: Final = 100e6
+"""Seconds that a fragment takes at the rate. With less, latencies would fill the time, and not the
+budget."""
 PLAIN: Final = {"codec.push": "f32-blosc2", "codec.publish": "f32-blosc2"}
-"""Ten times as many bits for the same work, where two cores could not fill the line else."""
+"""Settings with ten times as many bits for the same work: with the default codecs two cores cannot
+fill a fast line."""
+PLAIN_FROM_BITS_PER_S: Final = 100e6
 
 TRIP_S: Final = 0.1
 FAR_RATE: Final = "1Gbit/s"
@@ -39,11 +42,11 @@ FAR_PARAMS: Final = 1 << 25
 FAR_FRAGMENTS: Final = 2
 
 NOTICED_S: Final = 5.0
-"""Until then a learner that stands still is waited for."""
+"""By then the broker no longer waits for a learner that stands still."""
 LOOKED_S: Final = 2.5
 """By then a running broker has read its changed allow list."""
 ON_ITS_WAY_S: Final = 0.25
-"""A learner that is cut off has received and made by then what had left for it."""
+"""By then a learner that is cut off has received and installed what had left for it."""
 REVOKED_PERIOD_STEPS: Final = 24
 
 ASKED: Final = {
@@ -57,23 +60,24 @@ ASKED: Final = {
 UNPRIVILEGED: Final = {"frozen", "revoke"}
 """Promises that need no network namespaces."""
 
-SHOWN: Final = ("promise", "rate", "learners", "asked", "found", "held")
-COLUMNS: Final = tuple(Column(key, key) for key in SHOWN)
+COLUMNS: Final = tuple(
+    Column(key, key) for key in ("promise", "rate", "learners", "asked", "found", "held")
+)
 
 Found: TypeAlias = tuple[str, bool, Row]
-"""The figures in words, whether they are what was asked, and the figures."""
+"""The figures in words, whether they are what is asked, and the figures."""
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One promise, and what it is tried with."""
+class WanCell:
+    """One promise, and the run that tries it."""
 
     promise: str
     learners: int = 2
     rate: str = "0"
     """The rate of all learners together; "0": no limit."""
     streams: int = 0
-    """Connections per learner and direction; 0: as the broker chooses."""
+    """Connections per learner and direction; 0: the broker chooses."""
     seconds: float = 12.0
 
 
@@ -82,16 +86,16 @@ RATES: Final = {
     "1Gbit/s": (1, 2), "2Gbit/s": (2,),
 }  # fmt: skip
 CELLS: Final = (
-    *(Cell("budget", count, rate) for rate, counts in RATES.items() for count in counts),
-    *(Cell("far", 1, streams=streams) for streams in (1, 4)),
-    *(Cell("frozen", 2, rate, seconds=60.0) for rate in ("0", "20Mbit/s")),
-    Cell("relay", 8),
-    Cell("revoke", 4),
+    *(WanCell("budget", count, rate) for rate, counts in RATES.items() for count in counts),
+    *(WanCell("far", 1, streams=streams) for streams in (1, 4)),
+    *(WanCell("frozen", 2, rate, seconds=60.0) for rate in ("0", "20Mbit/s")),
+    WanCell("relay", 8),
+    WanCell("revoke", 4),
 )
 SHORT: Final = (
-    Cell("budget", 2, "20Mbit/s", seconds=4.0),
-    Cell("frozen", seconds=8.0),
-    Cell("revoke", 3, seconds=4.0),
+    WanCell("budget", 2, "20Mbit/s", seconds=4.0),
+    WanCell("frozen", seconds=8.0),
+    WanCell("revoke", 3, seconds=4.0),
 )
 
 
@@ -103,22 +107,28 @@ def wan(*, short: Short = False, json: Json = None, only: tuple[str, ...] = ()) 
     only
         Names of promises (budget, far, frozen, relay, revoke); without it all. Repeatable.
     """
-    cells = [each for each in (SHORT if short else CELLS) if not only or each.promise in only]
+    cells = [each for each in (SHORT if short else CELLS) if each.promise in (only or ASKED)]
     if not available() and {each.promise for each in cells} - UNPRIVILEGED:
         print("budget, far and relay are left out: only root can build a line, and with `ip`")
         cells = [each for each in cells if each.promise in UNPRIVILEGED]
     bench("wan", cells, measure, COLUMNS, headline, json=json)
 
 
-def measure(cell: Cell) -> Row:
-    """`held` says whether `found` is what is `asked`. Raises NarrowsError for a line that cannot be
-    built."""
+def measure(cell: WanCell) -> Row:
+    """One cell: `held` says whether `found` is what is `asked`.
+
+    Raises NarrowsError for a line that cannot be built.
+    """
     promises = {
         "budget": _budget, "far": _far, "frozen": _frozen, "relay": _relay, "revoke": _revoke,
     }  # fmt: skip
     found, held, figures = promises[cell.promise](cell)
-    said = {"asked": ASKED[cell.promise], "found": found, "held": "yes" if held else "NO"}
-    return {**said, **figures}
+    return {
+        "asked": ASKED[cell.promise],
+        "found": found,
+        "held": "yes" if held else "NO",
+        **figures,
+    }
 
 
 def headline(rows: Sequence[Row]) -> list[str]:
@@ -133,33 +143,40 @@ def headline(rows: Sequence[Row]) -> list[str]:
 # The promises.
 
 
-def _budget(cell: Cell) -> Found:
+def _budget(cell: WanCell) -> Found:
     rate = float(BitRate.parse(cell.rate))
-    is_heavy = rate >= PLAIN_FROM_BITS_PER_S
-    elements = TRANSFER_S * rate / cell.learners / (32 if is_heavy else 3)
+    is_plain = rate >= PLAIN_FROM_BITS_PER_S
+    codecs = PLAIN if is_plain else {}
+    bits_per_param = 32 if is_plain else 3
+    elements = TRANSFER_S * rate / cell.learners / bits_per_param
     unit = TENSORS * WIDTH
     params = min(PARAMS_MAX, unit * (1 + int(FRAGMENTS * elements / unit)))
+
     # One way at a time: with both limited a round crosses one line after the other, and neither is
-    # full. Everybody in each round: else more is published than pushed.
-    means, peaks = list[float](), list[float]()
-    for way, name in ((1, "wan.total_up"), (2, "wan.total_down")):
-        settings = {name: cell.rate, "merge.quorum": 0, **HURRY, **(PLAIN if is_heavy else {})}
+    # full. With a quorum of all, every round has a push of each learner; with fewer pushes more
+    # would be published than pushed.
+    means = list[float]()
+    peaks = list[float]()
+    for way in ("up", "down"):
+        settings = {f"wan.total_{way}": cell.rate, "merge.quorum": 0, **HURRY, **codecs}
         with Line() as line, Run(line=line) as run:
             _serve(run, cell, settings)
             _join(run, cell, replace(TOY, params=params))
             run.wait_merges(FRAGMENTS)
             first = line.read()
             run.wait(cell.seconds)
-            last, samples = line.read(), list(line.samples)
-        means.append(8 * (last[way] - first[way]) / (last.at_s - first.at_s) / rate)
-        peaks.append(peak_bits_per_s(samples)[way - 1] / rate)
+            last = line.read()
+            up, down = peak_bits_per_s(line.samples)
+        crossed_bits = 8 * (getattr(last, way) - getattr(first, way))
+        means.append(crossed_bits / (last.at_s - first.at_s) / rate)
+        peaks.append({"up": up, "down": down}[way] / rate)
     held = all(0.95 <= each <= 1.0 for each in means) and max(peaks) <= 1.02
     found = "mean {:.3f} up {:.3f} down, second {:.3f} {:.3f}".format(*means, *peaks)
     return found, held, {"params": params, "mean_shares": means, "peak_shares": peaks}
 
 
-def _far(cell: Cell) -> Found:
-    """Publications to one learner; then a joiner's first copy, when nothing else crosses."""
+def _far(cell: WanCell) -> Found:
+    """Publications to one learner; then a joiner's first copy, while nothing else crosses."""
     rate = float(BitRate.parse(FAR_RATE))
     settings = {"wan.streams": cell.streams, "fragments.count": FAR_FRAGMENTS, **HURRY, **PLAIN}
     toy = replace(TOY, params=FAR_PARAMS, moved=TENSORS)
@@ -171,64 +188,90 @@ def _far(cell: Cell) -> Found:
         run.kill(name)
         killed = len(line.samples)
         _join(run, cell, replace(toy, name="joiner"))
-        samples = list(line.samples)
-    shares: list[float] = []
-    for part in (samples[joined:killed], samples[killed:]):
-        rates = [8 * (b.down - a.down) / (b.at_s - a.at_s) / rate for a, b in pairwise(part)]
-        # The rest of the time is the processes' work, and no question to the line.
-        shares.append(median([each for each in rates if each > 0.1] or [0.0]))
-    found = f"{cell.streams} streams: publications {shares[0]:.2f}, first copy {shares[1]:.2f}"
-    held = min(shares) >= 0.9
-    return found, held, {"publication_share": shares[0], "copy_share": shares[1]}
+        publications = _busy_share(line.samples[joined:killed], rate)
+        copy = _busy_share(line.samples[killed:], rate)
+    found = f"{cell.streams} streams: publications {publications:.2f}, first copy {copy:.2f}"
+    return (
+        found,
+        min(publications, copy) >= 0.9,
+        {"publication_share": publications, "copy_share": copy},
+    )
 
 
-def _frozen(cell: Cell) -> Found:
-    marks: list[float] = []
+def _busy_share(samples: Sequence[Sample], rate: float) -> float:
+    """Median share of the rate that is used down the line, at the times when it carries anything:
+    in the rest of the time the processes work, which says nothing about the line."""
+    shares = [8 * (b.down - a.down) / (b.at_s - a.at_s) / rate for a, b in pairwise(samples)]
+    return median([each for each in shares if each > 0.1] or [0.0])
+
+
+def _frozen(cell: WanCell) -> Found:
+    """Rounds per second of a learner before, while and after another one stands still."""
     with Run() as run:
         _serve(run, cell, {"wan.total_up": cell.rate, "wan.total_down": cell.rate, **HURRY})
         fast, frozen = _join(run, cell)
-        for share, number in ((0.25, signal.SIGSTOP), (1.0, signal.SIGCONT), (0.25, None)):
-            marks.append(time.time())
-            run.wait(share * cell.seconds)
-            if number is not None:
-                run.signal(frozen, number)
+        begun = time.time()
+        run.wait(cell.seconds / 4)
+        run.signal(frozen, signal.SIGSTOP)
+        stopped = time.time()
+        run.wait(cell.seconds)
+        run.signal(frozen, signal.SIGCONT)
+        woken = time.time()
+        run.wait(cell.seconds / 4)
         at = [each["time_s"] for each in run.installed(fast)]
-        marks.append(time.time())
-    begun, stopped, woken, ended = marks
+        ended = time.time()
+
     noticed = stopped + min(NOTICED_S, cell.seconds / 2)
     spans = ((begun, stopped), (stopped, noticed), (noticed, woken), (woken, ended))
     rates = [sum(a <= each < b for each in at) / (b - a) for a, b in spans]
-    lost = 1 - rates[2] / rates[0] if rates[0] else 1.0  # Nothing before: nothing to keep.
+    before, noticing, beside, after = rates
+    # A learner that made nothing before has nothing to keep: that counts as a loss of all.
+    lost = 1.0
+    if before > 0:
+        lost = 1 - beside / before
     pause_s = max(b - a for a, b in pairwise([stopped, *(t for t in at if stopped < t < woken)]))
-    told = "rounds/s {:.1f}, then {:.1f}, {:.1f}, after {:.1f}".format(*rates)
-    found, held = f"{told}; longest pause {pause_s:.1f} s", lost <= 0.05
-    return found, held, {"rounds_per_s": rates, "lost": lost, "longest_pause_s": pause_s}
+    found = (
+        f"rounds/s {before:.1f}, then {noticing:.1f}, {beside:.1f}, after {after:.1f};"
+        f" longest pause {pause_s:.1f} s"
+    )
+    return found, lost <= 0.05, {"rounds_per_s": rates, "lost": lost, "longest_pause_s": pause_s}
 
 
-def _relay(cell: Cell) -> Found:
-    """The learners of two sites, all at the far end of one line, so that it carries for both."""
-    down: list[float] = []
-    for relays in (0, 2):
-        with Line() as line, Run(line=line) as run:
-            _serve(run, cell, HURRY)
-            vias = [f"tcp://127.0.0.1:{7080 + index}" for index in range(relays)]
-            for index, via in enumerate(vias):
-                # A learner that finds none yet dials again by itself.
-                run.command(f"relay-{index}", "relay", "--listen", via, "--broker", run.address)
-            for name, via in zip(numbered(TOY.name, cell.learners), cycle(vias), strict=False):
-                run.environment[name] = {"NARROWS_RELAY": via}
-            _join(run, cell)
-            merges, first = len(run.merges()), line.read()
-            run.wait(cell.seconds)
-            published = sum(each["published_bytes"] for each in run.merges()[merges:])
-            down.append((line.read().down - first.down) / published)
-    fewer = down[0] / down[1]
-    told = "{:.2f} bytes per byte published, {:.2f} with relays".format(*down)
-    found, held = f"{told}: {fewer:.2f} times fewer", fewer >= 3.5
-    return found, held, {"down_bytes_per_byte": down, "times_fewer": fewer}
+def _relay(cell: WanCell) -> Found:
+    """Bytes down a line, without relays and with one for each of two sites at its far end."""
+    direct = _down_bytes(cell, relays=0)
+    relayed = _down_bytes(cell, relays=2)
+    fewer = direct / relayed
+    found = (
+        f"{direct:.2f} bytes per byte published, {relayed:.2f} with relays: {fewer:.2f} times fewer"
+    )
+    return (
+        found,
+        fewer >= 3.5,
+        {"down_bytes_per_byte": [direct, relayed], "times_fewer": fewer},
+    )
 
 
-def _revoke(cell: Cell) -> Found:
+def _down_bytes(cell: WanCell, *, relays: int) -> float:
+    """Bytes that cross the line to all learners together, for each byte that is published."""
+    with Line() as line, Run(line=line) as run:
+        _serve(run, cell, HURRY)
+        vias = [f"tcp://127.0.0.1:{7080 + index}" for index in range(relays)]
+        for index, via in enumerate(vias):
+            # A learner that finds none yet dials again by itself.
+            run.command(f"relay-{index}", "relay", "--listen", via, "--broker", run.address)
+        for name, via in zip(numbered(TOY.name, cell.learners), cycle(vias), strict=False):
+            run.environment[name] = {"NARROWS_RELAY": via}
+        _join(run, cell)
+        merges = len(run.merges())
+        first = line.read()
+        run.wait(cell.seconds)
+        published = sum(each["published_bytes"] for each in run.merges()[merges:])
+        return float((line.read().down - first.down) / published)
+
+
+def _revoke(cell: WanCell) -> Found:
+    """Pauses of the other learners around the revocation of one, and its copies after that."""
     with Run() as run:
         keys = run.make_keys(numbered(TOY.name, cell.learners))
         _serve(run, cell, {"fragments.sync_period_steps": REVOKED_PERIOD_STEPS})
@@ -236,39 +279,45 @@ def _revoke(cell: Cell) -> Found:
         run.wait(cell.seconds)
         AllowList.revoke(keys, gone)
         run.wait(max(LOOKED_S, cell.seconds))
-        notes = run.events("broker", "note")
-        revoked = next(each["time_s"] for each in notes if each["kind"] == "revoked")
+        revoked = next(
+            note["time_s"] for note in run.events("broker", "note") if note["kind"] == "revoked"
+        )
         logged, merged = run.account(others)
         at = {n: [each["time_s"] for each in run.installed(n)] for n in (gone, *others)}
-    pauses, usual_s = [], []
+
+    pauses_s = []
+    usual_s = []
     for name in others:
         near = [each for each in at[name] if revoked - 1 < each < revoked + 1]
-        pauses.append(max(b - a for a, b in pairwise(near)))
+        pauses_s.append(max(b - a for a, b in pairwise(near)))
         usual_s.append(median(b - a for a, b in pairwise(at[name])))
-    back_s = max(pauses)
+    pause_s = max(pauses_s)
     # What was on its way when the connections ended may still arrive.
     late = sum(each > revoked + ON_ITS_WAY_S for each in at[gone])
-    a_period = REVOKED_PERIOD_STEPS * TOKENS
+    period_tokens = REVOKED_PERIOD_STEPS * TOKENS
     behind = max(
-        (logged[name] - merged[name, fragment]) / a_period
+        (logged[name] - merged[name, fragment]) / period_tokens
         for name in others
         for fragment in range(FRAGMENTS)
     )
-    told = f"pause {1e3 * back_s:.0f} ms (usually {1e3 * max(usual_s):.0f}), {late} copies"
-    found, held = f"{told}, {behind:.1f} periods", back_s <= 1.0 and not late and behind < 2
-    return found, held, {"pause_s": back_s, "copies_after": late, "behind_periods": behind}
+    found = (
+        f"pause {1e3 * pause_s:.0f} ms (usually {1e3 * max(usual_s):.0f}), {late} copies,"
+        f" {behind:.1f} periods"
+    )
+    held = pause_s <= 1.0 and late == 0 and behind < 2
+    return found, held, {"pause_s": pause_s, "copies_after": late, "behind_periods": behind}
 
 
-# What they share.
+# What all promises share.
 
 
-def _serve(run: Run, cell: Cell, settings: Mapping[str, object]) -> None:
-    plain = {"run.learners_at_start": cell.learners, "fragments.count": FRAGMENTS}
-    run.broker({**plain, **settings})
+def _serve(run: Run, cell: WanCell, settings: Mapping[str, object]) -> None:
+    """Starts the broker; `settings` outdo those that all promises share."""
+    run.broker({"run.learners_at_start": cell.learners, "fragments.count": FRAGMENTS, **settings})
 
 
-def _join(run: Run, cell: Cell, like: Toy = TOY) -> list[str]:
-    """Starts the cell's number of toys; their names, once all have joined."""
+def _join(run: Run, cell: WanCell, like: Toy = TOY) -> list[str]:
+    """Starts the cell's number of toys; returns their names once all have joined."""
     names = run.toys(like, cell.learners)
     run.wait_joined(names)
     return names

@@ -6,14 +6,21 @@ It is an example for those who write a learner in another language. It trusts it
 loopback, without keys: do not use it across a network. It joins a run that another learner seeds,
 trains by weight decay, one token a step, and prints a line of JSON for each final fragment.
 
-Left out. §2: CURVE, monitor, socket options but XPUB_NODROP. §3 to §7: checks of what comes, but
-for envelope, codec and digests; defaults of RunSettings; LAYOUT and SEED (it ends); pushes of other
-codecs (refused), int8-zstd (it ends). §8, §9: a push that cannot be coded (refused), a wrong digest
-of a copy (it ends); keep 1 of who is slow or leaves; adopting outright at the end. §9: what a later
-Welcome asks for; Hello after the first one (it ends at a Bye or 30 s of silence); max_offline_s;
-mode diloco (it ends); being slow; paused, loss; Reports but one a second, none while it waits for
-an uplink socket (30 s at most); Bye before the end. §10: all. §11: rates (it ends); what is
-missing, or came too early, is asked for after 1 to 2 s, W / P chunks each. §12: any Refuse ends it.
+What it leaves out, and what happens then:
+
+- §2: CURVE, the monitor, socket options other than XPUB_NODROP.
+- §3 to §7: checks of what comes, other than those of envelope, codec and digests; the defaults of
+  RunSettings; LAYOUT and SEED (it ends); pushes in other codecs than int4-zstd (the broker refuses
+  its pushes); publications in int8-zstd (it ends).
+- §8, §9: a push that cannot be coded (the broker refuses it); a copy with a wrong digest (it ends);
+  keep 1 of a learner that is slow or leaves; adopting outright at the end.
+- §9: what a later Welcome asks for; Hello after the first one (it ends at a Bye, or after 30 s of
+  silence); max_offline_s; mode diloco (it ends); being slow; `paused` and `loss`; Reports other
+  than one a second, and any while it waits for an uplink socket (30 s at most); Bye before the end.
+- §10: all of it.
+- §11: rates (it ends). It asks only after 1 to 2 s for what is missing or came too early, for W / P
+  chunks of each fragment at a time.
+- §12: other answers to a Refuse than to end.
 """
 
 import hashlib
@@ -32,7 +39,8 @@ from msgpack import packb, unpackb
 from xxhash import xxh3_64_intdigest
 
 ENVELOPE = b"NRW\x01"
-PUBLICATION, STATE = 2, 3
+PUBLICATION = 2
+STATE = 3
 
 
 def cut(entries: list[Any], parts: int) -> list[list[int]]:
@@ -40,25 +48,31 @@ def cut(entries: list[Any], parts: int) -> list[list[int]]:
     sizes = [int(np.prod(shape)) for _, shape, _, _ in entries]
     slices = []
     for tensor, (_, shape, _, _) in enumerate(entries):
+        # A slice is a whole number of rows.
         rows = shape[0] if shape else 1
         cuts = min(rows, -(-sizes[tensor] * parts // sum(sizes)))
         edges = [rows * c // cuts * (sizes[tensor] // rows) for c in range(cuts + 1)]
         slices += [(tensor, first, end - first) for first, end in pairwise(edges)]
     fragments: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
+    # The largest slice first, each into the fragment that is smallest so far.
     for piece in sorted(slices, key=lambda piece: (-piece[2], piece)):
         min(fragments, key=lambda pieces: sum(count for _, _, count in pieces)).append(piece)
     return [[count for _, _, count in sorted(pieces)] for pieces in fragments]
 
 
 def nibbles(count: int) -> np.ndarray:
-    """Tell the places of the codes in low nibbles, and those in high ones, by runs of 256 (§7)."""
+    """Find the places of the codes in low nibbles, and of those in high ones (§7).
+
+    In each run of 256 codes the first half is in low nibbles; the last run may be shorter.
+    """
     places = np.arange(count + count % 2)
-    high = places % 256 >= np.minimum(256, len(places) - places // 256 * 256) // 2
-    return np.array([places[~high], places[high]])
+    run_lengths = np.minimum(256, len(places) - places // 256 * 256)
+    is_high = places % 256 >= run_lengths // 2
+    return np.array([places[~is_high], places[is_high]])
 
 
 def decode(codec: str, payload: bytes, spans: np.ndarray) -> np.ndarray:
-    """Read a payload of spans of these lengths (§7)."""
+    """Read the values of a payload whose spans have these lengths (§7)."""
     if codec == "f32-blosc2":
         return np.frombuffer(blosc2.decompress2(payload), "<f4")
     if codec != "int4-zstd":
@@ -66,12 +80,14 @@ def decode(codec: str, payload: bytes, spans: np.ndarray) -> np.ndarray:
     scales = np.frombuffer(payload, "<u2", len(spans)).astype("<u4") << 16
     pairs = np.frombuffer(zstandard.decompress(payload[2 * len(spans) :]), np.int8)
     codes = np.zeros(2 * len(pairs), np.int8)
-    codes[nibbles(len(codes))] = pairs << 4 >> 4, pairs >> 4
+    low, high = nibbles(len(codes))
+    codes[low] = pairs << 4 >> 4
+    codes[high] = pairs >> 4
     return np.repeat(scales.view("<f4"), spans) * codes[: spans.sum()]
 
 
 class Fragment:
-    """A published copy, the parameters that stand on it, the waiting push, and what comes (§1)."""
+    """A published copy, the parameters that stand on it, the waiting push, what arrives (§1)."""
 
     def __init__(self, counts: list[int], sizes: dict[int, int]) -> None:
         """Lay pieces of these lengths one after another, and cut them into chunks (§5, §6)."""
@@ -81,9 +97,13 @@ class Fragment:
             lows = range(0, self.edges[-1], size)
             self.spans[kind] = [np.diff(np.clip(self.edges, low, low + size)) for low in lows]
         self.params = self.copy = np.zeros(self.edges[-1], np.float32)
-        self.version = -1
-        self.digest = self.steps = self.merged = self.quiet = 0
-        self.push: dict[str, int] = {}
+        self.version = -1  # None is complete yet.
+        self.digest = 0
+        self.steps = 0  # Steps that are in no push yet.
+        self.merged = 0  # Pushes that a version holds.
+        self.quiet = 0  # Reports since anything has come, while a newer version exists.
+        self.push: dict[str, int] = {}  # Empty when none waits.
+        # By kind and version: (values, push id, digest of the copy, contributors) of each chunk.
         self.parts: dict[tuple[int, int], dict[int, Any]] = {}
 
     def snapshot(self, number: int, rho: float) -> None:
@@ -91,6 +111,7 @@ class Fragment:
         gradient = self.copy - self.params
         squares = np.add.reduceat(np.square(gradient), self.edges[:-1])
         exact = np.maximum(rho * np.sqrt(squares / np.diff(self.edges)), 2.0**-100)
+        # A scale is a bfloat16: a float32 whose lower half is zero.
         self.scales = (exact.astype("<f4").view("<u4") & np.uint32(0xFFFF0000)).view("<f4")
         scale = np.repeat(self.scales, np.diff(self.edges))
         self.codes = np.rint(gradient / scale).clip(-7, 7).astype(np.int8)
@@ -114,20 +135,27 @@ class Fragment:
         _, push_id, self.digest, contributors = here[0]
         if kind == PUBLICATION:
             values = np.where(values == 0, self.copy, self.copy + values)
+
         blocks = np.split(values, range(65536, len(values), 65536))
         digests = [xxh3_64_intdigest(block.tobytes()) for block in blocks]
         if xxh3_64_intdigest(np.array(digests, "<u8").tobytes()) != self.digest:
             sys.exit(f"version {version} has another digest than the broker's")
+
+        # An absence keeps nothing of what was learned meanwhile; a waiting push stays whole.
         if version > self.version + 1:
-            keep = self.steps = 0
-        waiting = self.value if self.push else np.float32(0)
-        self.params = values + np.float32(keep) * (self.params - self.copy + waiting)
-        number = self.push.get("push_id", 0)
-        if number and ([incarnation, number] in contributors or push_id >= number):
-            self.push = {}
-            self.merged += 1
+            keep = 0
+            self.steps = 0
+        own = self.params - self.copy
+        if not self.push:
+            self.params = values + np.float32(keep) * own
         else:
-            self.params = self.params - waiting
+            self.params = values + np.float32(keep) * (own + self.value)
+            number = self.push["push_id"]
+            if [incarnation, number] in contributors or push_id >= number:
+                self.push = {}
+                self.merged += 1
+            else:
+                self.params = self.params - self.value
         self.copy = values
         self.version = version
         self.parts = {}
@@ -145,7 +173,8 @@ class Learner:
         self.incarnation = f"{name}.{secrets.token_hex(4)}"
         self.who = {"name": name, "incarnation": self.incarnation, "fingerprint": fingerprint}
         self.welcome: dict[str, Any] = {}
-        self.steps = self.pushes = 0
+        self.steps = 0
+        self.pushes = 0
         self.heard = time.monotonic()
         self.context = zmq.Context()
         self.control = self.context.socket(zmq.DEALER)
@@ -198,7 +227,7 @@ class Learner:
             sys.exit("the broker has been silent for 30 s")
 
     def take_control(self, envelope: bytes, body: bytes) -> None:
-        """Act on a control message (§4, §12)."""
+        """Do what a control message asks for (§4, §12)."""
         if envelope != ENVELOPE:
             sys.exit("the broker speaks another version of the protocol")
         message = unpackb(body)
@@ -215,31 +244,42 @@ class Learner:
                         self.send(message["fragment"], range(first, first + count))
             case "refuse" | "bye":
                 keys = ("type", "message", "expected", "got", "remedy", "reason")
-                sys.exit(f"the broker says: {', '.join(filter(None, map(message.get, keys)))}")
+                words = [message[key] for key in keys if message.get(key)]
+                sys.exit(f"the broker says: {', '.join(words)}")
 
     def take_data(self, _topic: bytes, head: bytes, payload: bytes) -> None:
-        """Put a chunk in its place, unless it comes too early or came already (§5)."""
+        """Put a chunk in its place, unless it comes too early or came before (§5)."""
         _, kind, _, index, version, push_id, chunk, codec, digest, result, *names = unpackb(head)
         fragment = self.fragments[index]
-        here = fragment.parts.get((kind, version), {})
-        wanted = version > fragment.version if kind == STATE else version == fragment.version + 1
-        if not wanted or chunk in here or xxh3_64_intdigest(payload) != digest:
+        if version <= fragment.version:
             return
+        if kind == PUBLICATION and version > fragment.version + 1:
+            return  # A difference needs the version before it.
+        here = fragment.parts.get((kind, version), {})
+        if chunk in here or xxh3_64_intdigest(payload) != digest:
+            return
+
         spans = fragment.spans[kind]
         values = decode(codec, payload, spans[chunk][spans[chunk] > 0])
-        here[chunk] = (values, push_id, result, names[0] if names else [])
+        # The header of chunk 0 has one more field, the pushes that are in the version.
+        here[chunk] = (values, push_id, result, next(iter(names), []))
         fragment.parts[kind, version] = here
         fragment.quiet = 0
         if len(here) == len(spans):
-            keep = 1 if self.beat["phase"] == "ending" else self.welcome["settings"]["keep"]
+            keep = self.welcome["settings"]["keep"]
+            if self.beat["phase"] == "ending":
+                keep = 1
             fragment.adopt(kind, version, keep, self.incarnation)
 
     def boundary(self) -> bool:
         """Make a step if the run goes on, push, and tell whether the final model is here (§9)."""
         versions = [fragment.version for fragment in self.fragments]
         heads = self.beat["heads"]
-        phase = "joining" if -1 in versions else self.beat["phase"]
-        self.steps += phase == "running"
+        phase = self.beat["phase"]
+        if -1 in versions:
+            phase = "joining"
+        if phase == "running":
+            self.steps += 1
         for index, fragment in enumerate(self.fragments):
             if phase == "running":
                 fragment.params = fragment.params * np.float32(0.999)
@@ -265,20 +305,34 @@ class Learner:
 
     def report(self) -> None:
         """Tell the progress, and ask for what has not moved for a second (§9, §11)."""
-        idle = [i for i, f in enumerate(self.fragments) if not f.steps and not f.push]
-        finished = idle if self.beat["phase"] == "ending" else []
+        finished = []
+        if self.beat["phase"] == "ending":
+            finished = [i for i, f in enumerate(self.fragments) if not f.steps and not f.push]
         counts = {"steps": self.steps, "tokens": self.steps, "loss": None}
         self.tell("report", bases=[f.version for f in self.fragments], finished=finished, **counts)
+        for index, (fragment, head) in enumerate(
+            zip(self.fragments, self.beat["heads"], strict=False)
+        ):
+            if head <= fragment.version:
+                fragment.quiet = 0
+                continue
+            fragment.quiet += 1
+            if fragment.quiet > 1:
+                self.ask(index, head)
+
+    def ask(self, index: int, head: int) -> None:
+        """Ask for the missing chunks of the version that a fragment needs (§11)."""
+        fragment = self.fragments[index]
+        near = (STATE, head)
+        if -1 < fragment.version and head - 8 <= fragment.version:
+            near = (PUBLICATION, fragment.version + 1)
+        # A state that has begun to arrive is completed first.
+        kind, version = max((key for key in fragment.parts if key[0] == STATE), default=near)
+        here = fragment.parts.get((kind, version), {})
+        missing = [[chunk, 1] for chunk in range(len(fragment.spans[kind])) if chunk not in here]
         share = min(256, max(1, self.welcome["settings"]["window_messages"] // len(self.fragments)))
-        for index, (f, head) in enumerate(zip(self.fragments, self.beat["heads"], strict=False)):
-            f.quiet = f.quiet + 1 if head > f.version else 0
-            if f.quiet > 1:
-                near = (PUBLICATION, f.version + 1) if -1 < f.version >= head - 8 else (STATE, head)
-                kind, version = max((key for key in f.parts if key[0] == STATE), default=near)
-                here = f.parts.get((kind, version), {})
-                missing = [[i, 1] for i in range(len(f.spans[kind])) if i not in here]
-                ids = {"fragment": index, "version": version, "push_id": 0}
-                self.tell("fetch", kind=kind, chunks=missing[:share], **ids)
+        ids = {"fragment": index, "version": version, "push_id": 0}
+        self.tell("fetch", kind=kind, chunks=missing[:share], **ids)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from torch import nn
 
 from narrows.learner import Learner, NarrowsError
 
-BATCH, CONTEXT = 16, 64
+BATCH = 16
+CONTEXT = 64
 
 
 def batches() -> Iterator[torch.Tensor]:
@@ -30,6 +31,7 @@ def batches() -> Iterator[torch.Tensor]:
 def train(name: str) -> None:
     model = nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 256))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    # With a key there is no need for an address: the key's file has the broker's.
     broker = None if os.environ.get("NARROWS_KEY") else "tcp://127.0.0.1:7070"
     with Learner(model, optimizer, broker=broker, name=name) as learner:
         for step, batch in enumerate(learner.until_end(batches())):

@@ -5,8 +5,6 @@ A test over real processes (marker `real`) may run once more after a failure; th
 as FLAKY, and more than FLAKY_MAX of them make the run red.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re
@@ -114,9 +112,24 @@ def site(tmp_path: Path) -> Generator[Any]:
     """The folder, ports and processes of one acceptance test."""
     from acceptance.kit import Site
 
-    site = Site(tmp_path)
-    yield site
-    site.close()
+    with Site(tmp_path) as site:
+        yield site
+
+
+@pytest.fixture
+def narrows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Generator[Any]:
+    """The command line in an empty folder, without variables of the user's environment."""
+    from cli_cases import Narrows
+
+    from narrows.broker.process.service import log
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("NARROWS_BROKER", "NARROWS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    yield Narrows(capsys, monkeypatch)
+    log.filters.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,8 @@
 """A line between two network namespaces, whose traffic the kernel counts byte by byte.
 
-Learners run at the `site`, the broker at the `hub`. Segmentation by the interface is switched off:
-else its counters see one header for up to 64 KiB, and real lines carry one for each 1,448 bytes.
+Learners run at the `site`, the broker at the `hub`. Segmentation by the interface is switched off.
+With it the counters would see one header for up to 64 KiB, where real lines carry one for each
+1,448 bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import json
 import os
 import select
 import shutil
-import signal
 import struct
 import subprocess
 import threading
@@ -20,10 +20,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import Connection, wait
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Final, NamedTuple, Self
 
+from narrows.bench.kit.processes import end_with_parent
 from narrows.proto.errors import ErrorCode, NarrowsError
 
 HUB_ADDRESS: Final = "10.77.0.1"
@@ -36,19 +37,25 @@ WINDOW_S: Final = 1.0
 BUCKET_S: Final = 0.05
 """Longest time that a packet waits for the token bucket."""
 BURST_S: Final = 0.005
-"""Time at its rate that the line may send at once."""
+"""The line may send at once what it carries in this time."""
 
 MTU: Final = 32000
 QUEUE_S: Final = 0.1
-"""The line's queue at its rate: one round trip, as routers are often set up."""
+"""The line's queue holds what the line carries in this time: one round trip, as routers are often
+set up."""
 PACKETS_PER_TURN: Final = 64
+"""Packets that are read from one end before the other has its turn."""
 TUNSETIFF: Final = 0x400454CA
+"""The request that makes a TUN device; Python does not name it."""
 WITHOUT_HEADER: Final = 0x1001
 """IFF_TUN | IFF_NO_PI: bare IP packets."""
 
 
 class Sample(NamedTuple):
-    """Bytes that have crossed the line, headers of Ethernet, IP and TCP included."""
+    """Bytes that have crossed the line, with the headers of Ethernet, IP and TCP.
+
+    Up is from the site to the hub.
+    """
 
     at_s: float
     up: int
@@ -63,13 +70,14 @@ def available() -> bool:
 class Line:
     """The pair of namespaces and a thread that samples the counters, while the block lasts.
 
-    With a rate the kernel's token bucket holds each end to it. Raises NarrowsError if the kernel
-    refuses a part of it.
+    With a rate, the kernel's token bucket holds each end to it. Entering the block raises
+    NarrowsError if the kernel refuses a part.
     """
 
     def __init__(self, bits_per_s: float = 0.0) -> None:
         self._bits_per_s = bits_per_s
-        self.hub, self.site = (f"narrows-{os.getpid()}-{end}" for end in ("hub", "site"))
+        self.hub = f"narrows-{os.getpid()}-hub"
+        self.site = f"narrows-{os.getpid()}-site"
         self.samples: list[Sample] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="meter", daemon=True)
@@ -97,13 +105,15 @@ class Line:
         self.remove()
 
     def connect(self) -> None:
-        """Makes a device eth0 in each namespace; bytes that one sends arrive at the other."""
+        """Makes a device eth0 in each namespace; what one sends arrives at the other."""
         ip("-n", self.hub, "link", "add", "eth0", "type", "veth",
             "peer", "name", "eth0", "netns", self.site)  # fmt: skip
-        rate, burst = self._bits_per_s, max(16_000, int(BURST_S * self._bits_per_s / 8))
-        for name in (self.hub, self.site) if rate else ():
+        if self._bits_per_s == 0:
+            return
+        burst_bytes = max(16_000, int(BURST_S * self._bits_per_s / 8))
+        for name in (self.hub, self.site):
             ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf",
-                "rate", f"{rate:.0f}bit", "burst", str(burst),
+                "rate", f"{self._bits_per_s:.0f}bit", "burst", str(burst_bytes),
                 "latency", f"{1e3 * BUCKET_S:.0f}ms")  # fmt: skip
 
     def read(self) -> Sample:
@@ -127,16 +137,17 @@ class FarLine(Line):
     """A line with a delay each way and a rate, between two ends that speak real TCP.
 
     The kernel's netem is often missing, so a process carries the packets between two TUN devices.
-    They are larger than usual: so they are few enough for it. Counters lack the headers of
-    Ethernet.
+    Packets are larger than usual, so that they are few enough for it. The counters lack the headers
+    of Ethernet.
     """
 
     def __init__(self, delay_s: float, rate: float) -> None:
         super().__init__()
         forks = get_context("forkserver")
         self._ready, told = forks.Pipe()
-        given = (self.hub, self.site, delay_s, rate, told)
-        self._carrier = forks.Process(target=_carry, args=given, daemon=True)
+        self._carrier = forks.Process(
+            target=_carry, args=(self.hub, self.site, delay_s, rate, told), daemon=True
+        )
 
     def connect(self) -> None:
         self._carrier.start()
@@ -150,47 +161,60 @@ class FarLine(Line):
         super().remove()
 
 
+class Packet(NamedTuple):
+    """A packet on its way."""
+
+    due_s: float
+    content: bytes
+
+
 def _carry(hub: str, site: str, delay_s: float, rate: float, told: Connection) -> None:
-    """Reads packets at either end and writes each at the other when it would have arrived."""
-    threading.Thread(target=end_with_bench, daemon=True).start()
+    """Reads packets at either end, and writes each at the other when it is due to arrive."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
     ends: list[int] = []
     for namespace in (hub, site):
         enter(namespace)
-        ends.append(end := os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK))
+        end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+        ends.append(end)
         fcntl.ioctl(end, TUNSETIFF, struct.pack("16sH", b"eth0", WITHOUT_HEADER))
     told.send("ready")
-    ways: tuple[deque[tuple[float, bytes]], ...] = (deque(), deque())
-    """Packets from the hub and from the site, each with the time of its arrival."""
-    free_at = [0.0, 0.0]
+    queues: tuple[deque[Packet], ...] = (deque(), deque())
+    """Packets from the hub and from the site that have not arrived."""
+    free_at_s = [0.0, 0.0]
+    """The time from which each direction can carry the next packet."""
     while True:
-        due = min((way[0][0] for way in ways if way), default=time.monotonic() + 1)
-        readable, _, _ = select.select(ends, [], [], max(0.0, due - time.monotonic()))
+        due_s = min((queue[0].due_s for queue in queues if queue), default=time.monotonic() + 1)
+        readable, _, _ = select.select(ends, [], [], max(0.0, due_s - time.monotonic()))
         now = time.monotonic()
         for end in readable:
-            way = ends.index(end)
+            index = ends.index(end)
             with suppress(BlockingIOError):
                 for _ in range(PACKETS_PER_TURN):
-                    packet, start = os.read(end, 1 << 16), max(now, free_at[way])
-                    if start < now + QUEUE_S:  # Else the queue is full, and it is dropped.
-                        free_at[way] = start + 8 * len(packet) / rate
-                        ways[way].append((free_at[way] + delay_s, packet))
-        for index, way_ in enumerate(ways):
-            while way_ and way_[0][0] <= now:
+                    content = os.read(end, 1 << 16)
+                    start_s = max(now, free_at_s[index])
+                    if start_s < now + QUEUE_S:  # Else the queue is full, and it is dropped.
+                        free_at_s[index] = start_s + 8 * len(content) / rate
+                        queues[index].append(Packet(free_at_s[index] + delay_s, content))
+        for queue, other_end in zip(queues, reversed(ends), strict=True):
+            while queue and queue[0].due_s <= now:
                 with suppress(OSError):  # The device is not up yet.
-                    os.write(ends[1 - index], way_.popleft()[1])
+                    os.write(other_end, queue.popleft().content)
 
 
 def peak_bits_per_s(samples: Sequence[Sample]) -> tuple[float, float]:
-    """The fullest second, up and down; 0 where the samples span less than one.
+    """The rates of the fullest second, up and down; 0 if the samples span less than a second.
 
-    A window is the shortest span of samples that is a second or longer, at its own length.
+    For each sample the window is the shortest span before it of WINDOW_S or longer. Its rate is
+    taken over its own length.
     """
-    first, up, down = 0, 0.0, 0.0
+    first = 0
+    up = down = 0.0
     for last, end in enumerate(samples):
         while first < last and end.at_s - samples[first + 1].at_s >= WINDOW_S:
             first += 1
         begin = samples[first]
-        if (span_s := end.at_s - begin.at_s) >= WINDOW_S:
+        span_s = end.at_s - begin.at_s
+        if span_s >= WINDOW_S:
             up = max(up, 8 * (end.up - begin.up) / span_s)
             down = max(down, 8 * (end.down - begin.down) / span_s)
     return up, down
@@ -204,14 +228,6 @@ def enter(namespace: str) -> None:
             raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
     finally:
         os.close(handle)
-
-
-def end_with_bench() -> None:
-    """Whoever kills a bench leaves no process of it behind."""
-    bench = parent_process()
-    assert bench is not None
-    wait([bench.sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def ip(*arguments: str) -> str:

@@ -1,7 +1,7 @@
 """A bench is data and one function: cells, `measure(cell)`, columns, a headline.
 
-Cells are dataclasses: their fields are what is varied, and the first columns of the table. The
-JSON has the rows, and the commit and the machine that they come from.
+Cells are dataclasses. Their fields are what a bench varies, and the first keys of each row. The
+JSON file has the rows, and the commit and the machine that they come from.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from rich.table import Table
 
 _ABOVE = Path(__file__).resolve().parents
 CHECKOUT = next((each for each in _ABOVE if (each / "pyproject.toml").exists()), _ABOVE[0])
-"""The checkout that this file lies in; an installed package has none, and names no commit."""
+"""The checkout that has this file. An installed package has none, and names no commit."""
 
 WIDTH: Final = 140
-"""Columns that a table may take; a narrower terminal folds its lines."""
+"""Characters of a line that a table may take; a narrower terminal folds its lines."""
 
 Short: TypeAlias = Annotated[bool, Parameter(help="Fewer or shorter cells: minutes, not hours.")]
 Json: TypeAlias = Annotated[Path | None, Parameter(name="--json", help="File for the rows.")]
 Row: TypeAlias = dict[str, Any]
-Cell = TypeVar("Cell")
+AnyCell = TypeVar("AnyCell")
+"""The dataclass of a bench's cells."""
 
 
 class Column(NamedTuple):
@@ -41,13 +42,13 @@ class Column(NamedTuple):
     title: str
     key: str
     form: str = "{}"
-    """Format of the value; None is shown as "-"."""
+    """Format of the value, as `shown` takes it."""
 
 
 def bench(
     name: str,
-    cells: Sequence[Cell],
-    measure: Callable[[Cell], Mapping[str, Any]],
+    cells: Sequence[AnyCell],
+    measure: Callable[[AnyCell], Mapping[str, Any]],
     columns: Sequence[Column],
     headline: Callable[[Sequence[Row]], Sequence[str]],
     *,
@@ -56,18 +57,19 @@ def bench(
 ) -> list[Row]:
     """Measures cell by cell, prints the table and the headline, and writes the JSON.
 
-    What was measured before an error is written all the same, and the error raised.
+    An error is raised, but the rows before it are written first.
     """
-    console, rows = Console(highlight=False), list[Row]()
+    rows = list[Row]()
+    console = Console(highlight=False)
     console.width = max(console.width, WIDTH)
     try:
         for number, cell in enumerate(cells, 1):
-            started = time.monotonic()
+            started_s = time.monotonic()
             key = asdict(cell)  # type: ignore[call-overload]
             rows.append({**key, **measure(cell)})
             what = " ".join(f"{field}={value}" for field, value in key.items())
-            took_s = time.monotonic() - started
-            console.print(f"{number}/{len(cells)}  {what}  {took_s:.1f} s", style="dim")
+            took = f"{time.monotonic() - started_s:.1f} s"
+            console.print(f"{number}/{len(cells)}  {what}  {took}", style="dim")
     finally:
         if json is not None:
             write(json, name, rows, seed)
@@ -78,20 +80,26 @@ def bench(
 
 
 def table(columns: Sequence[Column], rows: Sequence[Row]) -> Table:
-    """The rows for people."""
-    shown = Table(box=None, pad_edge=False)
+    """The rows for people: text is justified to the left, numbers to the right."""
+    made = Table(box=None, pad_edge=False)
     for column in columns:
         is_text = all(isinstance(row.get(column.key), str) for row in rows)
-        shown.add_column(column.title, justify="left" if is_text else "right", no_wrap=True)
+        made.add_column(column.title, justify="left" if is_text else "right", no_wrap=True)
     for row in rows:
-        values = ((column.form, row.get(column.key)) for column in columns)
-        shown.add_row(*("-" if value is None else form.format(value) for form, value in values))
-    return shown
+        made.add_row(*(shown(row.get(column.key), column.form) for column in columns))
+    return made
+
+
+def shown(value: object, form: str) -> str:
+    """The value in this format; "-" for None."""
+    return "-" if value is None else form.format(value)
 
 
 def write(path: Path, name: str, rows: Sequence[Mapping[str, Any]], seed: int) -> None:
-    """Writes {"bench", "commit", "machine", "seed", "rows"}, a row on each line; makes the folder,
-    so that no long run is lost for the lack of one. Keys of rows carry units."""
+    """Writes {"bench", "commit", "machine", "seed", "rows"}, a row on each line.
+
+    Keys of rows carry units. The folder is made, so that no long run is lost for the lack of one.
+    """
     head = {"bench": name, "commit": commit(), "machine": machine(), "seed": seed}
     lines = ",\n".join(json_module.dumps(row) for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,22 +107,27 @@ def write(path: Path, name: str, rows: Sequence[Mapping[str, Any]], seed: int) -
 
 
 def commit() -> str:
-    """As `git describe --always --dirty` says it; "" outside a checkout."""
-    command = ["git", "describe", "--always", "--dirty"]
-    if (CHECKOUT / ".git").exists():  # Else it is installed, perhaps inside another repository.
+    """The commit as `git describe --always --dirty` names it; "" outside a checkout."""
+    # An installed package may lie inside another repository, whose commit would say nothing.
+    if (CHECKOUT / ".git").exists():
         with suppress(OSError):
-            done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
+            done = subprocess.run(
+                ["git", "describe", "--always", "--dirty"],
+                cwd=CHECKOUT,
+                capture_output=True,
+                text=True,
+            )
             return done.stdout.strip()
     return ""
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, versions: what figures depend on."""
+    """Processor, cores and versions, on which figures depend."""
     described = Path("/proc/cpuinfo")
     text = described.read_text() if described.exists() else ""
-    name = re.search("^model name\\s*: (.*)$", text, re.MULTILINE)
+    models = re.findall("^model name\\s*: (.*)$", text, re.MULTILINE)
     return {
-        "processor": name[1] if name else platform.processor(),
+        "processor": next(iter(models), platform.processor()),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "system": platform.platform(),

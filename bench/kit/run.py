@@ -1,7 +1,6 @@
 """One run of real processes: a broker, and learners that train or only act as if they did.
 
-All are forks of one server that has loaded numpy and torch already, so a process starts in a
-fraction of a second. A bench sees what a user sees: commands, events files, exit codes.
+A bench sees what a user sees: commands, events files, exit codes.
 """
 
 from __future__ import annotations
@@ -10,29 +9,25 @@ import itertools
 import json
 import os
 import signal
-import socket
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Final, Self
+from typing import Any, Final
 
-from narrows.bench.kit.line import HUB_ADDRESS, Line, end_with_bench, enter
+from narrows.bench.kit.line import HUB_ADDRESS, Line, enter
+from narrows.bench.kit.processes import Child, Processes, wait_until
 from narrows.bench.reference.worker import need_torch
 from narrows.broker.store import History
-from narrows.proto.errors import ErrorCode, NarrowsError
 from narrows.proto.keys import AllowList, SiteKey, create_broker_key, new_pair, write_site_key
 
 PATIENCE_S: Final = 120.0
 """Longest wait for anything; first copies at the lowest rates take tens of seconds."""
-LOOK_S: Final = 0.02
+AT_HUB: Final = ("broker", "tell")
+"""Processes that run at the hub of a line; the others run at its site."""
 
 TENSORS: Final = 16
 WIDTH: Final = 64
@@ -44,9 +39,6 @@ FACTS_BYTES: Final = 256
 
 HURRY: Final = {"fragments.sync_period_steps": 4, "fragments.overlap_steps": 1}
 """Settings with a period far shorter than a round takes, so that a toy always has to push."""
-
-_forks = get_context("forkserver")
-_forks.set_forkserver_preload(["narrows.bench.kit.server"])
 
 
 @dataclass(frozen=True)
@@ -70,45 +62,23 @@ def numbered(name: str, count: int) -> list[str]:
     return [f"{name}-{index}" for index in range(count)]
 
 
-class Run:
+class Run(Processes):
     """The folder and the processes of one run; leaving the block ends them all.
 
     With a `line` the broker runs at its hub and the learners at its site. `folder` stays when the
     block is left; without one a temporary folder serves. Raises ConfigError without PyTorch.
     """
 
+    wait_s = PATIENCE_S
+
     def __init__(self, *, line: Line | None = None, folder: Path | None = None) -> None:
         need_torch()
-        # The server of forks takes its environment from here, once.
-        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
-            os.environ.setdefault(name, "1")
-        self._line, self._stack = line, ExitStack()
-        if folder is None:
-            temporary = TemporaryDirectory(prefix="narrows-bench-")
-            folder = Path(self._stack.enter_context(temporary))
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.state, self._keys = folder, folder / "state", folder / "keys"
-        self.running: dict[str, BaseProcess] = {}
-        if line is None:
-            self.address = f"tcp://127.0.0.1:{self._stack.enter_context(_three_ports())}"
-        else:
+        super().__init__(folder)
+        self._line = line
+        if line is not None:
             self.address = f"tcp://{HUB_ADDRESS}:7070"
-        self.environment: dict[str, dict[str, str]] = {}
-        """Variables that processes get when they start, by their name."""
+        self._keys = self.folder / "keys"
         self._fragments: object = None
-        self.remedy = ""
-        """The advice to a user whose run has failed; "" if there is none."""
-        self._events: dict[str, tuple[int, list[dict[str, Any]]]] = {}
-        """By process: bytes of its events file that were read, and their events."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.running.values():
-            process.kill()
-            process.join()
-        self._stack.close()
 
     # Processes.
 
@@ -128,32 +98,25 @@ class Run:
 
         `crash_at` is PLACE:VISIT, where it ends itself; then this returns at once.
         """
-        ready = self.folder / "broker.ready"
-        ready.unlink(missing_ok=True)
         self._fragments = settings.get("fragments.count")
+        given = [f"{key}={value}" for key, value in settings.items()]
         if self._keys.exists():
-            settings = {**settings, "broker.keys": self._keys}
+            given.append(f"broker.keys={self._keys}")
         elif self._line is not None:
-            settings = {**settings, "broker.insecure": "true"}
-        self.environment["broker"] = {"NARROWS_CRASH_AT": crash_at}
-        self.command(
-            "broker", "broker", "--listen", self.address, "--state-dir", str(self.state),
-            "--events", str(self._log("broker")), "--ready-file", str(ready),
-            *itertools.chain(*(("--set", f"{key}={value}") for key, value in settings.items())),
-        )  # fmt: skip
-        if not crash_at:
-            self.wait_until(ready.exists, "the broker to serve", "broker")
+            given.append("broker.insecure=true")
+        self.serve(given, crash_at=crash_at)
 
     def learner(self, name: str, preset: str) -> None:
         """Starts a learner that trains the reference model; `summary` reads what it leaves."""
+        summary = self.folder / f"{name}.json"
         self.command(
             name, "learner", "--broker", self.address, "--name", name, "--preset", preset,
-            "--events", str(self._log(name)), "--json", str(self.folder / f"{name}.json"),
+            "--events", str(self.event_reader(name).path), "--json", str(summary),
         )  # fmt: skip
 
     def toy(self, toy: Toy) -> None:
         """Starts a toy; `facts` tells what it does."""
-        self._fork(toy.name, _train, self.address, self.folder, toy)
+        self.fork(toy.name, _train, self.address, self.folder, toy)
 
     def toys(self, like: Toy, count: int) -> list[str]:
         """Starts toys with seeds of their own; their names, as `numbered` makes them."""
@@ -162,72 +125,30 @@ class Run:
             self.toy(replace(like, name=name, seed=seed))
         return names
 
-    def command(self, name: str, *arguments: str) -> None:
-        """Starts `narrows ARGUMENTS`; the output goes to NAME.log in the folder."""
-        self._fork(name, _command, list(arguments))
-
-    def ask(self, *arguments: str) -> Any:
-        """Runs a `narrows` command that prints JSON, where the broker is, and reads that."""
-        log = self.folder / "ask.log"
-        log.unlink(missing_ok=True)
-        self.command("ask", *arguments)
-        self.ends("ask", 0)
-        del self.running["ask"]
-        return json.loads(log.read_text())
+    def fork(self, name: str, target: Callable[..., None], *given: Any, **more: Any) -> Child:
+        """Starts a process at its end of the line."""
+        if self._line is None:
+            return super().fork(name, target, *given, **more)
+        namespace = self._line.hub if name in AT_HUB else self._line.site
+        return super().fork(name, _within, namespace, target, *given, **more)
 
     def signal(self, name: str, number: int) -> None:
         """Sends a signal to a process."""
-        pid = self.running[name].pid
-        assert pid is not None
-        os.kill(pid, number)
+        self.running[name].signal(number)
 
     def kill(self, name: str) -> None:
         """Ends a process without a chance to say anything."""
-        self.signal(name, signal.SIGKILL)
-        self.ends(name, -signal.SIGKILL)
-        del self.running[name]
+        self.running.pop(name).kill()
 
     def ends(self, name: str, code: int) -> None:
         """Waits for the end of a process with this exit code; a signal is a negative number."""
-        process = self.running[name]
-        process.join(PATIENCE_S)
-        if process.exitcode != code:
-            got = "no end" if process.exitcode is None else f"code {process.exitcode}"
-            raise self._failure(name, f"its end with code {code}", got)
+        self.running[name].ends(code)
 
     def stop_broker(self) -> None:
         """Ends the broker in order."""
-        self.signal("broker", signal.SIGTERM)
-        self.ends("broker", 0)
+        self.running["broker"].stop()
 
     # What they tell.
-
-    def final(self) -> dict[str, Any]:
-        """The last status of a broker that has ended in order."""
-        return dict(self.events("broker", "final")[-1]["status"])
-
-    def merges(self) -> list[dict[str, Any]]:
-        """The broker's `merged` events of all its lives, oldest first."""
-        return self.events("broker", "merged")
-
-    def installed(self, name: str) -> list[dict[str, Any]]:
-        """A learner's events of versions that it has received; `time_s` is the system's."""
-        return self.events(name, "installed")
-
-    def events(self, name: str, kind: str) -> list[dict[str, Any]]:
-        """The events of this kind that a process, or one of this name before it, has written. A
-        line that a killed process left half is passed over."""
-        path, (offset, events) = self._log(name), self._events.get(name, (0, []))
-        if path.exists():
-            with path.open("rb") as file:
-                file.seek(offset)
-                new = file.read()
-            whole = new[: new.rfind(b"\n") + 1]
-            for line in whole.splitlines():
-                with suppress(ValueError):
-                    events.append(json.loads(line))
-            self._events[name] = (offset + len(whole), events)
-        return [each for each in events if each["event"] == kind]
 
     def summary(self, name: str) -> dict[str, Any]:
         """The summary that a learner leaves at its end; empty if it was killed."""
@@ -276,40 +197,13 @@ class Run:
 
     def wait_until(self, condition: Callable[[], object], what: str, *names: str) -> None:
         """Raises NarrowsError at once if one of the named processes has ended meanwhile."""
-        until = time.monotonic() + PATIENCE_S
-        pause = threading.Event()
-        while not condition():
-            for name in names:
-                process = self.running[name]
-                if process.exitcode is not None and not condition():
-                    raise self._failure(name, what, f"its end with code {process.exitcode}")
-            if time.monotonic() > until:
-                raise self._failure(names[0], what, f"nothing in {PATIENCE_S:.0f} s")
-            pause.wait(LOOK_S)
-
-    def _fork(self, name: str, target: Callable[..., None], *given: object) -> None:
-        at_hub = target is _command and name in ("broker", "ask")
-        namespace = "" if self._line is None else self._line.hub if at_hub else self._line.site
-        environment = self.environment.get(name, {})
-        child = (name, self.folder, namespace, environment, target, given)
-        process = _forks.Process(target=_begin, args=child, daemon=True)
-        process.start()
-        self.running[name] = process
+        named = [self.running[name] for name in names]
+        wait_until(condition, what, *named, timeout_s=PATIENCE_S)
 
     def _json(self, file: str) -> dict[str, Any]:
         path = self.folder / file
         text = path.read_text() if path.exists() else ""
         return dict(json.loads(text or "{}"))
-
-    def _log(self, name: str) -> Path:
-        return self.folder / f"{name}.jsonl"
-
-    def _failure(self, name: str, expected: str, got: str) -> NarrowsError:
-        log = self.folder / f"{name}.log"
-        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-        said = f" and said {lines[-1][:300]!r}" if lines else ""
-        given = {"expected": expected, "got": got + said, "remedy": self.remedy}
-        return NarrowsError(ErrorCode.UNFINISHED, name, **given)
 
 
 def payload_bits(merges: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
@@ -333,58 +227,13 @@ def thread_cpu_s(pid: int | None) -> dict[str, float]:
     return found
 
 
-@contextmanager
-def _three_ports() -> Generator[int]:
-    """The first of three ports in a row that nobody else gets while the block lasts.
-
-    A bound socket that does not listen keeps them from the kernel's free choice, and a broker may
-    bind them all the same: both set SO_REUSEADDR. So its next life finds them free.
-    """
-    while True:
-        with ExitStack() as held:
-            first = 0
-            try:
-                for offset in range(3):
-                    one = held.enter_context(socket.socket())
-                    one.bind(("127.0.0.1", first + offset if first else 0))
-                    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    first = first or int(one.getsockname()[1])
-            except (OSError, OverflowError):
-                continue  # The second or third is somebody's.
-            yield first
-            return
-
-
 # In the children.
 
 
-def _begin(
-    name: str,
-    folder: Path,
-    namespace: str,
-    environment: dict[str, str],
-    target: Callable[..., None],
-    given: Any,
-) -> None:
-    threading.Thread(target=end_with_bench, daemon=True).start()
-    with suppress(OSError):  # `ps` and `top` show the name, where the system is a Linux.
-        Path("/proc/self/comm").write_text(name)
-    file = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    os.environ.update(environment)
-    if namespace:
-        enter(namespace)
-    target(*given)
-
-
-def _command(arguments: list[str]) -> None:
-    from narrows.__main__ import main
-
-    sys.argv = ["narrows", *arguments]
-    main()
+def _within(namespace: str, target: Callable[..., None], *given: Any, **more: Any) -> None:
+    """Calls `target` inside of a network namespace."""
+    enter(namespace)
+    target(*given, **more)
 
 
 def _train(address: str, folder: Path, toy: Toy) -> None:

@@ -40,7 +40,8 @@ class Preset:
 
 
 # About 0.12, 0.43, 0.8, 4.8, 25 and 85 million parameters. The step of the tiny one is small on
-# purpose: in a short demo the noise of single batches is what averaging over learners takes away.
+# purpose. It makes the noise of single batches large, and averaging over learners takes that away:
+# even a short demo shows it.
 PRESETS: Final = {
     "nano": Preset(2, 2, 64, context=64, batch=4, peak_learning_rate=8e-3),
     "micro": Preset(2, 4, 128, context=64, batch=4, peak_learning_rate=6e-3),
@@ -55,7 +56,7 @@ def usable_device(name: str) -> torch.device:
     """The device of this name. Raises ConfigError if it cannot be used here."""
     try:
         tried = torch.ones(1, device=name)
-        tried.item()  # Fails on meta, which has no memory.
+        tried.item()  # This fails on the device meta, which has no memory.
         return tried.device
     except (RuntimeError, AssertionError, ImportError) as error:
         raise ConfigError(
@@ -71,7 +72,8 @@ class Block(nn.Module):
 
     def __init__(self, preset: Preset) -> None:
         super().__init__()
-        self.heads, width = preset.heads, preset.width
+        self.heads = preset.heads
+        width = preset.width
         self.attention_norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)
@@ -84,7 +86,8 @@ class Block(nn.Module):
         # (batch, time, 3 * width) -> three of (batch, heads, time, width / heads)
         parts = self.qkv(self.attention_norm(x)).view(batch, time, 3, self.heads, -1)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
-        q, k = rotate(q, rotation), rotate(k, rotation)
+        q = rotate(q, rotation)
+        k = rotate(k, rotation)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, time, width))
         # Squared ReLU (So et al. 2021, 2109.08668) is cheaper than GELU and learned faster here.
@@ -111,7 +114,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(preset.width, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
         rotation = rotary_table(preset.context, preset.width // preset.heads)
-        # It follows from the preset: a file of the model need not hold it.
+        # The preset determines it, so a file of the model need not hold it.
         self.register_buffer("rotation", rotation, persistent=False)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -119,7 +122,8 @@ class GPT(nn.Module):
                 if name.startswith("embedding."):
                     parameter.normal_(0.0, 0.02, generator=generator)
                 elif parameter.dim() == 2:
-                    # What is added to the residual stream adds up over the layers.
+                    # Two matrices of each layer add to the residual stream: they begin smaller, so
+                    # that the sum over all layers does not grow with the depth.
                     depth = 2 * preset.layers if "_out." in name else 1
                     std = 1 / math.sqrt(2 * parameter.shape[1] * depth)
                     parameter.normal_(0.0, std, generator=generator)
@@ -143,7 +147,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def validation_loss(self, windows: Tokens) -> float:
-        """The same over windows (count, context + 1)."""
+        """Mean cross entropy in nats per byte over windows (count, context + 1)."""
         total = 0.0
         for start in range(0, len(windows), 32):
             each = torch.from_numpy(windows[start : start + 32])
@@ -168,8 +172,8 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 def make_optimizer(model: nn.Module, peak: float) -> torch.optim.AdamW:
     """AdamW with weight decay for matrices alone.
 
-    A beta2 of 0.95 (as GPT-3's) forgets within 20 steps: a learner that returns without its moments
-    contributes again after 20 steps, and not after a thousand.
+    A beta2 of 0.95 (as GPT-3's) forgets within 20 steps. So a learner that returns without its
+    moments contributes again after 20 steps, and not after a thousand.
     """
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]

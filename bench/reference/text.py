@@ -1,7 +1,7 @@
 """Text that every machine has, as byte tokens: Python's own sources, or a folder of the user's.
 
-A hash of the file's *name* says whether it is train or validation text. So machines with the same
-files split them alike, and a file that changes stays on its side.
+A hash of the file's *name* says whether it is text to train on or to validate with. So machines
+with the same files split them alike, and a file that changes stays on its side.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ SUFFIXES: Final = frozenset({".c", ".h", ".js", ".md", ".py", ".rs", ".rst", ".t
 """Suffixes of the text files in a user's folder."""
 
 SECTION_BYTES: Final = 256 << 10
-"""Longer files are cut into sections, each with a side of its own: so one long book has a
-validation part, too."""
+"""Longer files are cut into sections, each with a side of its own, so that one long book has both
+sides."""
 
 VALIDATION_PERCENT: Final = 5
 
 SIDE_BYTES_MIN: Final = 20_000
-"""Bytes that each side has at least: more than a batch of the largest preset."""
+"""Each side needs so many bytes: more than a batch of the largest preset."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Text:
     ) -> Iterator[tuple[Tokens, Tokens]]:
         """Endless batches (x, y) of the train text, int64 (batch, context); y is x one byte later.
 
-        Each pass over the text has an order of its own, drawn from the string `order`. `skip`:
-        batches to pass over, so that a learner that returns goes on, and not back.
+        Each pass over the text has an order of its own, drawn from the string `order`. The first
+        `skip` batches are left out, so that a learner that returns does not begin again.
         """
         starts = np.arange((len(self.train) - 1) // context) * context
         per_pass = len(starts) // batch
@@ -73,10 +73,12 @@ class Text:
             for index in range(first, per_pass):
                 windows = self._cut(self.train, mixed[index * batch :][:batch], context)
                 yield windows[:, :-1], windows[:, 1:]
-            a_pass, first = a_pass + 1, 0
+            a_pass += 1
+            first = 0
 
     def validation_windows(self, *, context: int, count: int = 512) -> Tokens:
-        """The same windows for everybody, int64 (at most count, context + 1), spread evenly."""
+        """Windows that are the same for every learner, int64 (at most count, context + 1), spread
+        evenly over the text."""
         last = len(self.validation) - context - 1
         starts = np.linspace(0, last, min(count, 1 + last // context)).astype(np.int64)
         return self._cut(self.validation, starts, context)
@@ -90,7 +92,7 @@ class Text:
 def load_text(folder: Path | None = None) -> Text:
     """The text files below `folder`, or the sources of the running Python's standard library.
 
-    Raises ConfigError if there is too little of it.
+    Raises ConfigError if there is too little text.
     """
     files = _library() if folder is None else _folder(folder)
     sides: tuple[list[bytes], list[bytes]] = ([], [])
@@ -110,7 +112,8 @@ def load_text(folder: Path | None = None) -> Text:
 
 
 def _library() -> dict[str, bytes]:
-    root, files = Path(sysconfig.get_path("stdlib")), dict[str, bytes]()
+    root = Path(sysconfig.get_path("stdlib"))
+    files = dict[str, bytes]()
     for pattern in ("*.py", *(f"{package}/**/*.py" for package in PACKAGES)):
         for path in root.glob(pattern):
             place = path.relative_to(root)

@@ -1,6 +1,6 @@
 """`narrows learner`: an ordinary PyTorch loop that trains a byte GPT as one learner of a run.
 
-PyTorch is loaded when it runs.
+Importing this module does not load PyTorch; training does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from narrows.learner.site import join_target
 from narrows.proto.errors import ConfigError
 
 PRINT_S: Final = 2.0
-"""Seconds between two lines about the training: a step may take a millisecond."""
+"""Seconds between two lines about the training: a step, which may take a millisecond, has none."""
 
 
 @Parameter(name="*")
@@ -84,7 +84,7 @@ def learner(options: Options = Options()) -> None:
 
 
 def train(options: Options) -> dict[str, Any]:
-    """Trains until the run ends or a signal asks; the summary.
+    """Trains until the run ends or a signal comes; returns the summary.
 
     Losses are nats per byte, `loop_s` the wall seconds of the loop. Raises ConfigError, and what
     Learner raises.
@@ -99,7 +99,7 @@ def train(options: Options) -> dict[str, Any]:
     preset = gpt.PRESETS[options.preset]
     text = load_text(options.data)
     print(text, flush=True)
-    # The same parameters at every learner: whose become version 0 must not matter.
+    # Every learner begins with the same parameters: it must not matter whose become version 0.
     model = gpt.GPT(preset, seed=0).to(device)
     optimizer = gpt.make_optimizer(model, preset.peak_learning_rate)
     learner = Learner(
@@ -110,9 +110,10 @@ def train(options: Options) -> dict[str, Any]:
         key=options.key,
         events=options.events,
     )
-    steps, tokens, stop = 0, 0, _stop_on_signal()
+    steps = 0
+    stop = _stop_on_signal()
     with learner:
-        # It begins where the run stands: the text before has been learned from, by whomever.
+        # It begins where the run stands: others have learned from the text before.
         batches = text.tokens(
             batch=preset.batch,
             context=preset.context,
@@ -129,14 +130,18 @@ def train(options: Options) -> dict[str, Any]:
             learner.log(tokens=x.size, loss=loss)
             optimizer.step()
             optimizer.zero_grad()
-            steps, tokens = steps + 1, tokens + x.size
+            steps += 1
+
             if options.step_wait_s:
                 time.sleep(options.step_wait_s)
             if time.monotonic() > printed_s + PRINT_S:
                 printed_s = time.monotonic()
                 goal = f"{learner.progress:4.0%}  " if learner.progress else ""
-                told = f"step {steps:,}  loss {loss.item():.3f}  {learner.health}"
-                print(f"{options.name}: {goal}{told}", flush=True)
+                print(
+                    f"{options.name}: {goal}step {steps:,}  loss {loss.item():.3f}"
+                    f"  {learner.health}",
+                    flush=True,
+                )
             if stop.is_set():
                 break
         loop_s = time.monotonic() - started_s
@@ -144,7 +149,7 @@ def train(options: Options) -> dict[str, Any]:
         "name": options.name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "steps": steps,
-        "tokens": tokens,
+        "tokens": steps * preset.batch * preset.context,
         "loop_s": loop_s,
         "cpu_s": time.process_time(),
         "validation_loss": model.validation_loss(text.validation_windows(context=preset.context)),
@@ -153,7 +158,10 @@ def train(options: Options) -> dict[str, Any]:
 
 
 def _stop_on_signal() -> threading.Event:
-    """An event that SIGINT or SIGTERM sets, so that the loop ends in order; a second one raises."""
+    """An event that SIGINT or SIGTERM sets, so that the loop ends in order.
+
+    A second signal raises KeyboardInterrupt, for whoever cannot wait.
+    """
     asked = threading.Event()
 
     def on_signal(*_: object) -> None:
@@ -167,7 +175,7 @@ def _stop_on_signal() -> threading.Event:
 
 
 def need_torch() -> None:
-    """Raises ConfigError without PyTorch: the package may be installed for a broker alone."""
+    """Raises ConfigError without PyTorch, which a package installed for a broker alone lacks."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError(
             "this command needs PyTorch",

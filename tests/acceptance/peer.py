@@ -1,7 +1,5 @@
 """A peer made by hand from proto/PROTOCOL.md, for messages that no honest learner sends."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -61,8 +59,12 @@ class Peer:
     """One control connection to a broker, and data connections once it has joined."""
 
     def __init__(self, site: Site, name: str, fingerprint: str, curve: Curve | None = None):
-        self.site, self.name, self.fingerprint, self.curve = site, name, fingerprint, curve
-        self.incarnation, self.push_id = f"{name}.{secrets.token_hex(4)}", 0
+        self.site = site
+        self.name = name
+        self.fingerprint = fingerprint
+        self.curve = curve
+        self.incarnation = f"{name}.{secrets.token_hex(4)}"
+        self.push_id = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dialled = list[zmq.Socket[bytes]]()  # Nobody else may keep one until it is closed.
         self.control = self.dial(zmq.DEALER, 0)
@@ -85,7 +87,7 @@ class Peer:
             made.setsockopt(zmq.CURVE_SECRETKEY, self.curve.secret.encode())
         if subscription is not None:
             made.setsockopt(zmq.SUBSCRIBE, subscription)
-        made.connect(f"tcp://127.0.0.1:{self.site.ports.first + offset}")
+        made.connect(f"tcp://127.0.0.1:{self.site.port + offset}")
         return made
 
     def tell(self, **fields: Any) -> None:

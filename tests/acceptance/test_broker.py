@@ -1,12 +1,13 @@
 """The broker stops, is killed, finds the disk full, is set back: nothing that was seen is lost."""
 
-from __future__ import annotations
-
 import random
 import shutil
+import signal
 
 import pytest
-from acceptance.kit import LOSSLESS, Site, wait_until
+from acceptance.kit import LOSSLESS, Site, limit_files
+
+from narrows.bench.kit.processes import wait_until
 
 NAMES = ("a", "b", "c")
 CRASH_POINTS = ("merged", "appended", "durable", "installed", "published")
@@ -25,9 +26,9 @@ def test_a_stop_and_ten_kills_lose_no_version_that_a_learner_saw(site: Site) -> 
     learners = [site.learner(name, seed=seed) for seed, name in enumerate(NAMES)]
     site.contribute(*NAMES, count=3)
     for learner in learners:  # Nobody adds a version between the two looks at them.
-        learner.ps.suspend()
+        learner.signal(signal.SIGSTOP)
     broker.stop()
-    before = site.last_status()
+    before = site.final()
     broker = site.broker(*settings)
     after = site.status()
     same = ("run_id", "versions", "run_tokens")
@@ -35,7 +36,7 @@ def test_a_stop_and_ten_kills_lose_no_version_that_a_learner_saw(site: Site) -> 
     assert after["run_tokens"] > 0 and sum(after["versions"]) >= 3
     assert int(after["epoch"].split("-")[0]) > int(before["epoch"].split("-")[0])
     for learner in learners:
-        learner.ps.resume()
+        learner.signal(signal.SIGCONT)
     site.contribute(*NAMES)
     broker.kill()
     for number, place in enumerate(CRASH_POINTS):
@@ -44,7 +45,7 @@ def test_a_stop_and_ten_kills_lose_no_version_that_a_learner_saw(site: Site) -> 
         site.merge(rng.randint(1, 5))
         if number % 2 == 0:
             # What is published while the disk takes nothing is lost with the process.
-            broker.limit_files(0)
+            limit_files(broker, 0)
         site.steps_on(rng.randint(1, 30), *NAMES)
         broker.kill()
     broker = site.broker(*settings)
@@ -62,7 +63,7 @@ def test_a_full_disk_holds_publishing_back_and_costs_nothing_else(site: Site) ->
     broker = site.broker(KEEP, *LOSSLESS)
     learners = [site.learner("a", seed=1), site.learner("b", seed=2)]
     site.merge(8)
-    broker.limit_files(32_000)
+    limit_files(broker, 32_000)
     wait_until(lambda: "cannot be written" in broker.log, "a complaint", broker, *learners)
     site.steps_on(60, "a", "b")  # What was on disk before is adopted by now.
     adopted = [site.adopted(name) for name in "ab"]
@@ -70,7 +71,7 @@ def test_a_full_disk_holds_publishing_back_and_costs_nothing_else(site: Site) ->
     assert [site.adopted(name) for name in "ab"] == adopted
     assert "the disk" in str(site.status()["waiting_for"])
 
-    broker.limit_files(None)
+    limit_files(broker, -1)
     site.merge(8)
     assert "the disk" not in str(site.status()["waiting_for"])
     for learner in learners:

@@ -4,8 +4,6 @@ The unit tests and the simulator know every wrong field, payload and value; here
 kind, as it comes off the wire.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import time
@@ -15,7 +13,7 @@ from typing import Any, Final
 import pytest
 import zmq
 import zstandard
-from acceptance.kit import Site, wait_until
+from acceptance.kit import Site, resident_bytes
 from acceptance.peer import (
     ENVELOPE,
     Peer,
@@ -27,6 +25,8 @@ from acceptance.peer import (
     refusals,
     throw,
 )
+
+from narrows.bench.kit.processes import wait_until
 
 ELEMENTS: Final = 48 * 49
 MEMORY_BYTES_MAX: Final = 200 << 20
@@ -137,7 +137,8 @@ SILENT: Final[list[dict[str, Any]]] = [
 
 def payloads(elements: int) -> dict[str, tuple[bytes, str]]:
     """Wrong payloads (int4-zstd) of all elements of that fragment, which has two pieces."""
-    scales, right = b"\x80\x3e" * 2, zstandard.compress(bytes(-(-elements // 2)), 1)
+    scales = b"\x80\x3e" * 2
+    right = zstandard.compress(bytes(-(-elements // 2)), 1)
     return {
         "cut": (scales + right[:-1], "bad_payload"),
         "much longer": (scales + right + bytes(4096), "too_large"),
@@ -155,15 +156,12 @@ def test_hostile_bytes_at_each_port_are_refused_by_name(site: Site) -> None:
     site.learner("good")
     site.contribute("good", count=2)
 
-    def memory_bytes() -> int:
-        return int(broker.ps.memory_info().rss)
-
     for offset, (kind, frame_bytes) in enumerate(PORTS):
         part = framed(bytes(frame_bytes), b"")[: 9 + frame_bytes]  # Another one follows.
-        throw(site.ports.first + offset, [part * (UNFINISHED_BYTES // len(part))], kind)
-    memory_bytes_max = memory_bytes() + MEMORY_BYTES_MAX
+        throw(site.port + offset, [part * (UNFINISHED_BYTES // len(part))], kind)
+    memory_bytes_max = resident_bytes(broker) + MEMORY_BYTES_MAX
     for offset, (kind, _) in enumerate(PORTS):
-        port = site.ports.first + offset
+        port = site.port + offset
         throw(port, NO_HANDSHAKES)
         throw(port, NO_FRAMES, kind)
         for repeat in (1, 3, 30):
@@ -214,9 +212,9 @@ def test_hostile_bytes_at_each_port_are_refused_by_name(site: Site) -> None:
             listener.send(text)
         site.contribute("good", count=4)
     site.check_copies("good")
-    assert {name for one in site.merged() for name in one["contributors"]} == {"good"}
+    assert site.contributors() == {"good"}
     assert "Traceback" not in broker.log
-    wait_until(lambda: memory_bytes() < memory_bytes_max, "memory to be freed", broker)
+    wait_until(lambda: resident_bytes(broker) < memory_bytes_max, "memory to be freed", broker)
 
 
 FRAMES_PER_PEER: Final = 200
@@ -246,7 +244,9 @@ def test_random_frames_harm_nobody(site: Site, pytestconfig: pytest.Config) -> N
     broker = site.broker("fragments.count=1")
     site.learner("good")
     site.contribute("good", count=2)
-    rng, fingerprint, memory_bytes = random.Random(3), fingerprint_of(site), list[int]()
+    rng = random.Random(3)
+    fingerprint = fingerprint_of(site)
+    memory_bytes: list[int] = []
     ends_at = time.monotonic() + 60 * float(pytestconfig.getoption("--minutes"))
     while time.monotonic() < ends_at or len(memory_bytes) < 2:
         with Peer(site, f"mallory-{len(memory_bytes)}", fingerprint) as mallory:
@@ -265,7 +265,7 @@ def test_random_frames_harm_nobody(site: Site, pytestconfig: pytest.Config) -> N
                 listener.send(rng.choice([b"", b"\0", b"\0p/00", b"\2", b"p/00", b"\0" + noise[0]]))
             mallory.tell(**ASK_STATUS)
             mallory.hear("status")  # All before it was read.
-        memory_bytes.append(broker.ps.memory_info().rss)
+        memory_bytes.append(resident_bytes(broker))
     site.contribute("good", count=4)
     site.check_copies("good")
     print(f"{FRAMES_PER_PEER * len(memory_bytes)} random messages at each port")

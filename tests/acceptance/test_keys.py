@@ -2,8 +2,6 @@
 gets in without an admitted key, and a key speaks for no other name, hears no other site, and is
 taken back in seconds."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import tomllib
@@ -12,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import zmq
-from acceptance.kit import Child, Site, wait_until
+from acceptance.kit import Site
 from acceptance.peer import Curve, Peer, fingerprint_of, refusals
+
+from narrows.bench.kit.processes import Child, wait_until
 
 README = Path(__file__).parents[2] / "README.md"
 TWO_SITES = README.parent / "docs" / "two-sites.md"
@@ -66,7 +66,7 @@ def test_a_site_joins_by_typing_what_stands_there_is_cut_off_and_comes_back(site
     _, _, *by_page, status = (
         typed(line, site.address) for line in TYPED.findall(TWO_SITES.read_text())
     )
-    here, there, data = site.folder / "here", site.folder / "there", site.folder / "data"
+    here, there, data = (site.folder / name for name in ("here", "there", "data"))
     for folder in (here, there, data):
         folder.mkdir()
     for n in range(40):
@@ -197,5 +197,5 @@ def test_strangers_stay_out_and_a_key_speaks_and_hears_for_its_own_site_only(sit
                 one.recv_multipart()
         site.contribute("site-a", count=4)
         assert not listener.poll(0) and not member.control.poll(0)
-    assert {name for one in site.merged() for name in one["contributors"]} == {"site-a"}
+    assert site.contributors() == {"site-a"}
     site.check_copies("site-a")

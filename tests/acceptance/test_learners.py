@@ -2,23 +2,27 @@
 model that a run makes is that of classic DiLoCo; and at the goal everybody leaves with the final
 model, bit for bit, in which everybody's work is."""
 
-from __future__ import annotations
-
+import signal
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from acceptance.kit import LOSSLESS, Site, equal, wait_until
+from acceptance.kit import LOSSLESS, Site, equal
 from acceptance.toy import start_model, target_of
 from safetensors import safe_open
 from torch import Tensor
+
+from narrows.bench.kit.processes import wait_until
 
 SLOW = ("slow-a", "slow-b", "slow-c")
 SHARE = 0.9
 """Part of its own tokens that each learner has merged. The rest is on its way: about two steps."""
 
-WIDTH, INNER_LR, INNER_STEPS, ROUNDS = 24, 0.1, 5, 3
+WIDTH = 24
+INNER_LR = 0.1
+INNER_STEPS = 5
+ROUNDS = 3
 ROUNDING = 3e-6
 """Most that a parameter may be off: learners and broker compute in float32, the test in float64."""
 
@@ -56,10 +60,10 @@ def test_diloco_mode_is_classic_diloco(
     children = [site.learner(f"site-{n}", seed=n, **toy) for n in numbers]
     for child in (*children, broker):
         child.ends(0)
-    rounds = site.merged()
+    rounds = site.merges()
     assert [one["version"] for one in rounds] == list(range(1, ROUNDS + 1))
     assert all(len(one["contributors"]) == len(numbers) for one in rounds)
-    models = [site.final(f"site-{n}") for n in numbers]
+    models = [site.saved(f"site-{n}") for n in numbers]
     assert all(equal(model, models[0]) for model in [*models, site.export()])
     got = torch.cat([models[0]["weight"].flatten(), models[0]["bias"]]).double()
     expected = classic_diloco(numbers, lr, momentum)
@@ -67,7 +71,8 @@ def test_diloco_mode_is_classic_diloco(
 
 
 def test_at_the_goal_everybody_leaves_with_the_final_model(site: Site) -> None:
-    goal, seeds = 15_000, {"a": 1, "b": 2}
+    goal = 15_000
+    seeds = {"a": 1, "b": 2}
     settings = ("run.learners_at_start=2", "fragments.sync_period_steps=20")
     broker = site.broker(*settings, goal_tokens=goal)
     children = [site.learner(name, seed=s, leave_timeout_s=None) for name, s in seeds.items()]
@@ -82,15 +87,15 @@ def test_at_the_goal_everybody_leaves_with_the_final_model(site: Site) -> None:
         for file, is_final in ((f"{name}-first", "false"), (name, "true")):
             with safe_open(site.folder / f"{file}.safetensors", "pt") as saved:
                 assert saved.metadata()["narrows.final"] == is_final
-    assert equal(site.final("a"), site.final("b"))
+    assert equal(site.saved("a"), site.saved("b"))
     site.check_run(*seeds)
     # What was trained until the goal is in it: one last round of each fragment follows, though one
     # or two may have nothing to merge. Without last rounds at most one is still under way.
-    assert len({one["fragment"] for one in site.merged() if one["run_tokens"] >= goal}) >= 2
+    assert len({one["fragment"] for one in site.merges() if one["run_tokens"] >= goal}) >= 2
     # The export has the global model, which no learner holds before it is coded.
-    start, final = start_model(48).weight.detach(), site.final("a")["weight"]
     exported = site.export()["weight"]
-    behind, way = ((each - exported).square().mean().sqrt() for each in (final, start))
+    way = torch.dist(start_model(48).weight.detach(), exported)
+    behind = torch.dist(site.saved("a")["weight"], exported)
     assert 0 < behind < 0.25 * way, f"{behind:.3f} of {way:.3f}"
 
 
@@ -101,7 +106,7 @@ def test_slow_and_late_learners_beside_a_fast_one_have_their_work_merged(site: S
         site.learner(name, seed=seed, step_s=0.3)
     site.learner("fast", seed=3)
     site.contribute("fast", *SLOW)
-    before = len(site.merged())
+    before = len(site.merges())
     site.learner("late", seed=4)
     site.steps_on(28, *SLOW, "fast")
     learners = site.status()["learners"]
@@ -109,7 +114,8 @@ def test_slow_and_late_learners_beside_a_fast_one_have_their_work_merged(site: S
     assert len(shares) == 5 and min(shares.values()) >= SHARE, shares
     site.contribute(*SLOW, "late", count=3)
     broker.stop()
-    rounds, ended = site.merged(), site.last_status()
+    rounds = site.merges()
+    ended = site.final()
     assert not any("late" in one["contributors"] for one in rounds[:before])
     # The clock counts what was merged, no more and no less.
     merged = sum(one["merged_tokens"] for one in ended["learners"].values())
@@ -122,38 +128,38 @@ def test_who_freezes_or_dies_holds_nobody_up_and_comes_back(site: Site) -> None:
     a, b, c = [site.learner(name, seed=seed) for seed, name in enumerate("abc")]
     site.contribute("a", "b", "c", count=2)
     for is_long in (False, True):
-        a.ps.suspend()
+        a.signal(signal.SIGSTOP)
         site.contribute("b", "c", count=5)
         # Its last pushes had arrived before; from here on the others are on their own.
-        alone = len(site.merged())
+        alone = len(site.merges())
         site.contribute("b", "c", count=20)
         if is_long:
             wait_until(lambda: site.status()["learners"]["a"]["state"] == "silent", "its silence")
-        assert not any("a" in one["contributors"] for one in site.merged()[alone:])
-        a.ps.resume()
+        assert not any("a" in one["contributors"] for one in site.merges()[alone:])
+        a.signal(signal.SIGCONT)
         site.contribute("a", "b", "c", count=3)
 
     before = site.status()
     c.kill()
-    b.ps.suspend()
+    b.signal(signal.SIGSTOP)
     for name in "bc":  # Another process takes the name.
         joined = site.folder / f"{name}.steps"
         joined.unlink()
         wait_until(joined.exists, f"another {name} to join", site.learner(name, seed=3), broker)
     site.contribute("a", "b", "c", count=2)
     taken = site.status()
-    b.ps.resume()
+    b.signal(signal.SIGCONT)
     b.ends(3)
     site.contribute("a", "b", "c", count=6)
     broker.stop()
-    after = site.last_status()
+    after = site.final()
     for name in "bc":
         first, second, third = (
             view["learners"][name]["incarnation"] for view in (before, taken, after)
         )
         assert first != second == third
     assert before["run_tokens"] <= taken["run_tokens"] <= after["run_tokens"]
-    assert 0 < after["run_tokens"] <= sum(one["tokens"] for one in site.merged()) / 2
+    assert 0 < after["run_tokens"] <= sum(one["tokens"] for one in site.merges()) / 2
     for each in after["learners"].values():
         assert 0 < each["merged_tokens"] <= each["logged_tokens"]
     site.check_run("a", "b", "c")

@@ -5,8 +5,6 @@ command. It listens on the broker's port numbers at 127.0.0.2, because a learner
 ports at the host of its control port, and carries to 127.0.0.1, on threads of the test.
 """
 
-from __future__ import annotations
-
 import socket
 import struct
 import threading
@@ -16,15 +14,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, Literal, NamedTuple, Self, get_args
 
-from acceptance.kit import LOSSLESS, Site, wait_until
+from acceptance.kit import LOSSLESS, OTHER_LOOPBACK, Site
 from acceptance.test_keys import Keys
+
+from narrows.bench.kit.processes import LOOPBACK, wait_until
 
 Direction = Literal["up", "down"]
 
 CONTROL, PUSHES, PUBLICATIONS = range(3)
 """The ports, counted from the broker's first."""
 
-HOST, TARGET = "127.0.0.2", "127.0.0.1"
 LINGER_0: Final = struct.pack("ii", 1, 0)
 """Socket option: closing sends a reset."""
 
@@ -79,7 +78,7 @@ class Proxy:
 
     def __init__(self, first: int) -> None:
         """Raises OSError if one of the ports is taken."""
-        self.address = f"tcp://{HOST}:{first}"
+        self.address = f"tcp://{OTHER_LOOPBACK}:{first}"
         self.cuts = 0
         """Connections that `cut_after` has reset."""
         self.alters: set[tuple[int, Direction]] = set()
@@ -91,7 +90,7 @@ class Proxy:
         self._flows = threading.Event()
         self._ends: list[socket.socket] = []
         for port in range(3):
-            server = socket.create_server((HOST, first + port))
+            server = socket.create_server((OTHER_LOOPBACK, first + port))
             self._ends.append(server)
             self._start(self._accept, port, first + port, server)
 
@@ -123,7 +122,7 @@ class Proxy:
         with suppress(OSError):  # The block is left, or the broker is not there.
             while True:
                 learner, _ = server.accept()
-                broker = socket.create_connection((TARGET, number))
+                broker = socket.create_connection((LOOPBACK, number))
                 self._ends += [learner, broker]
                 self._start(self._carry, port, "up", learner, broker)
                 self._start(self._carry, port, "down", broker, learner)
@@ -137,14 +136,14 @@ class Proxy:
             while data := source.recv(1 << 16):
                 self._flows.wait()
                 allowed = self._fuses.get(key, 1 << 62) - self._carried[key]
-                whole, data = len(data), data[: max(0, allowed)]
-                if data and key in self.alters:
+                passes = data[: max(0, allowed)]
+                if passes and key in self.alters:
                     self.alters.remove(key)
-                    data = data[:-1] + bytes([data[-1] ^ 1])
-                sink.sendall(data)
-                self._carried[key] += len(data)
-                self.passed.append(Passage(time.monotonic(), direction, len(data)))
-                if len(data) < whole:
+                    passes = passes[:-1] + bytes([passes[-1] ^ 1])
+                sink.sendall(passes)
+                self._carried[key] += len(passes)
+                self.passed.append(Passage(time.monotonic(), direction, len(passes)))
+                if len(passes) < len(data):
                     self._fuses.pop(key, None)
                     self.cuts += 1
                     break
@@ -161,7 +160,7 @@ class Proxy:
 
 def test_resets_and_a_black_hole_cost_no_bit(site: Site) -> None:
     broker = site.broker(*LOSSLESS)
-    with Proxy(site.ports.first) as proxy:
+    with Proxy(site.port) as proxy:
         a = site.learner("a", seed=1, width=96)
         b = site.learner("b", seed=2, width=96, broker=proxy.address)
 
@@ -177,9 +176,9 @@ def test_resets_and_a_black_hole_cost_no_bit(site: Site) -> None:
         assert proxy.cuts == len(CUTS)
 
         proxy.hold()
-        before = len(site.merged())
+        before = len(site.merges())
         wait_until(
-            lambda: any(len(event["live"]) == 1 for event in site.merged()[before:]),
+            lambda: any(len(event["live"]) == 1 for event in site.merges()[before:]),
             "the run to go on without b", broker, a, b,
         )  # fmt: skip
         site.contribute("a", count=2)
@@ -197,7 +196,7 @@ def test_an_altered_byte_shuts_nobody_out(site: Site) -> None:
     for name in ("a", "b"):
         keys.make(f"{name}.key", name, is_admitted=True)
     broker = site.broker(keys="keys")
-    with Proxy(site.ports.first) as proxy:
+    with Proxy(site.port) as proxy:
         a = site.learner("a", seed=1, key=str(site.folder / "a.key"))
         b = site.learner("b", seed=2, key=str(site.folder / "b.key"), broker=proxy.address)
         site.contribute("b", count=2)
@@ -230,23 +229,24 @@ def check_rate(passed: Sequence[Passage], direction: Direction) -> None:
     last_s = passed[0].at_s
     for one in passed:
         surplus = max(0.0, surplus - (one.at_s - last_s) * RATE_BYTES_S)
-        surplus, last_s = surplus + wire_bytes(one, direction), one.at_s
+        surplus += wire_bytes(one, direction)
+        last_s = one.at_s
         highest = max(highest, surplus)
     assert highest <= LATE_S * RATE_BYTES_S, f"{direction}: {highest:,.0f} bytes too many"
 
 
 def test_a_line_carries_its_budget_and_no_more(site: Site) -> None:
     broker = site.broker("wan.up=4Mbit/s", "wan.down=4Mbit/s", *LOSSLESS)
-    with Proxy(site.ports.first) as proxy:
+    with Proxy(site.port) as proxy:
         learner = site.learner("a", width=240, broker=proxy.address)
         site.merge(1)
         busy = len(proxy.passed)
         site.merge(ROUNDS)
         learner.kill()
         broker.stop()
-    passed, steady = proxy.passed, proxy.passed[busy:]
+    steady = proxy.passed[busy:]
     for direction in get_args(Direction):
-        check_rate(passed, direction)
+        check_rate(proxy.passed, direction)
         size = sum(wire_bytes(one, direction) for one in steady)
         mean = size / (steady[-1].at_s - steady[0].at_s)
         assert 0.7 <= mean / RATE_BYTES_S <= MEAN_MAX, f"{direction}: {mean:,.0f} bytes/s"

@@ -1,42 +1,41 @@
 """Programs as users start them: the installed script, the demo, the examples, among them a learner
 that knows the protocol's text alone."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
 import signal
 import socket
 import sys
-from contextlib import closing, suppress
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 import pytest
 import zmq
-from acceptance.kit import Ports, Site, equal, wait_until
+from acceptance.kit import Site, equal
 from acceptance.toy import start_model
 from torch.nn.functional import cosine_similarity
+
+from narrows.bench.kit.processes import LOOPBACK, three_ports, wait_until
 
 PATIENCE_S = 60.0
 """The demo starts programs one by one, none of which has imported torch before."""
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPT = EXAMPLES / "minimal_learner.py"
-WIDTH, FRAGMENTS = 128, 4
+WIDTH = 128
+FRAGMENTS = 4
 
 
 def test_a_script_says_what_is_wrong_and_with_which_code(site: Site) -> None:
-    with closing(Ports()) as unused, socket.create_server(("127.0.0.1", 0)) as mute:
-        nowhere = f"tcp://127.0.0.1:{unused.first}"
+    with three_ports(LOOPBACK) as unused, socket.create_server((LOOPBACK, 0)) as mute:
+        nowhere = f"tcp://{LOOPBACK}:{unused}"
         script = site.shell("status", "narrows", "status", nowhere, "--timeout-s", "0.1")
-        silent = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
+        silent = f"tcp://{LOOPBACK}:{mute.getsockname()[1]}"
         waiting = site.shell("waiting", "narrows", "status", silent)
         mute.accept()[0].close()
-        waiting.ps.send_signal(signal.SIGINT)
+        waiting.signal(signal.SIGINT)
         learner = site.learner("a", broker=nowhere, join_timeout_s=0.1)
         learner.ends(4)
         assert f"no broker answered at {nowhere}" in learner.log
@@ -49,35 +48,30 @@ def test_a_script_says_what_is_wrong_and_with_which_code(site: Site) -> None:
 
 @pytest.mark.timeout(180)
 def test_a_killed_learner_comes_back_and_all_copies_are_equal(site: Site) -> None:
-    kept, results, picture = (site.folder / name for name in ("demo", "results.json", "demo.svg"))
+    kept = site.folder / "demo"
+    results = site.folder / "results.json"
+    picture = site.folder / "demo.svg"
+    site.wait_s = PATIENCE_S
     demo = site.shell(
         "demo", "narrows", "demo", "--learners", "2", "--steps", "120", "--plain",
         "--keep", str(kept), "--json", str(results), "--picture", str(picture),
     )  # fmt: skip
-    run = replace(site, folder=kept)
-
-    def find(name: str) -> psutil.Process | None:
-        for each in demo.ps.children(recursive=True):
-            with suppress(psutil.Error):  # It has just ended.
-                if name == each.name():
-                    return each
-        return None
-
-    wait_until(lambda: find("site-b"), "site-b to start", demo, timeout_s=PATIENCE_S)
-    first, other = find("site-b"), find("site-a")
-    assert first is not None and other is not None
-    first.wait(PATIENCE_S)
-    wait_until(lambda: find("site-b"), "site-b to start again", demo)
+    site.folder = kept  # There the run's files of events lie.
+    wait_until(
+        lambda: "is starting again" in demo.log, "site-b to be killed", demo, timeout_s=PATIENCE_S
+    )
     # So short a run would be over before site-b is back: the other one stands still meanwhile.
+    children = psutil.Process(demo.pid).children(recursive=True)
+    (other,) = [each for each in children if each.name() == "site-a"]
     other.suspend()
-    merged = run.contributions("site-b")
-    wait_until(lambda: run.contributions("site-b") >= merged + 2, "it to be merged again", demo)
+    merged = site.contributions("site-b")
+    wait_until(lambda: site.contributions("site-b") >= merged + 2, "it to be merged again", demo)
     other.resume()
-    demo.ends(0, timeout_s=PATIENCE_S)
+    demo.ends(0)
     (result,) = json.loads(results.read_text())["rows"]
     assert result["killed"] and result["rejoin_s"] is not None
     assert result["digests_compared"] > 0 == result["digests_differing"]
-    run.check_copies("site-a", "site-b")
+    site.check_copies("site-a", "site-b")
     # A model that has learned nothing takes every byte for equally likely.
     assert result["loss_global"] < math.log(256) - 2
     moved = result["up_bytes"] + result["down_bytes"]
@@ -106,7 +100,7 @@ def test_a_second_implementation_is_merged_and_holds_the_brokers_bits(site: Site
     other = site.shell("other", *command)
     for child in (other, ours, broker):
         child.ends(0)
-    rounds = site.merged()
+    rounds = site.merges()
     newest = {one["fragment"]: (one["version"], one["digest"]) for one in rounds}
     ends = [json.loads(line) for line in other.log.splitlines()]
     assert {end["fragment"]: (end["version"], end["digest"]) for end in ends} == newest
@@ -116,10 +110,11 @@ def test_a_second_implementation_is_merged_and_holds_the_brokers_bits(site: Site
         assert (end["fragment"], end["version"], end["digest"]) in site.adopted("ours")
     site.check_copies("ours")
     # The broker read the other's pushes: its step is weight decay, and so is the run's way.
-    start, final = start_model(WIDTH).weight.detach(), site.final("ours")["weight"]
+    start = start_model(WIDTH).weight.detach()
+    final = site.saved("ours")["weight"]
     assert cosine_similarity((start - final).flatten(), start.flatten(), dim=0) > 0.9
     # And the other read publications: a copy of the model instead of each would fill the line.
-    copies = site.last_status()["down_bytes"] / (4 * WIDTH * (WIDTH + 1))
+    copies = site.final()["down_bytes"] / (4 * WIDTH * (WIDTH + 1))
     assert copies < 2 + len(rounds) / FRAGMENTS / 2
 
 
@@ -128,12 +123,11 @@ def test_the_example_ends_with_one_line_when_it_is_interrupted(site: Site) -> No
     layout.write_text('{"frozen_digest": 0, "entries": [["w", [2], "float32", "mean"]]}')
     with zmq.Context() as context, context.socket(zmq.ROUTER) as broker:
         broker.rcvtimeo = 1000 * int(PATIENCE_S)
-        address = f"tcp://127.0.0.1:{broker.bind_to_random_port('tcp://127.0.0.1')}"
-        other = site.shell(
-            "other", sys.executable, "-I", str(SCRIPT), address, "other", str(layout)
-        )
+        port = broker.bind_to_random_port(f"tcp://{LOOPBACK}")
+        command = [sys.executable, "-I", str(SCRIPT), f"tcp://{LOOPBACK}:{port}", "other"]
+        other = site.shell("other", *command, str(layout))
         assert broker.recv_multipart(), "its Hello: it runs"
-        other.ps.send_signal(signal.SIGINT)
+        other.signal(signal.SIGINT)
         other.ends(1)
     assert other.log.splitlines() == ["interrupted"]
 
@@ -141,22 +135,24 @@ def test_the_example_ends_with_one_line_when_it_is_interrupted(site: Site) -> No
 def test_the_example_of_a_loop_trains_with_another_and_saves_the_runs_model(site: Site) -> None:
     source = (EXAMPLES / "train.py").read_text()
     assert source.count("tcp://127.0.0.1:7070") == 1
-    script, names = site.folder / "train.py", ("site-a", "site-b")
+    site.wait_s = PATIENCE_S
+    script = site.folder / "train.py"
     script.write_text(source.replace("tcp://127.0.0.1:7070", site.address))
     broker = site.broker("run.learners_at_start=2", goal_tokens=200_000)
-    children = [site.shell(name, sys.executable, str(script), name) for name in names]
-    for child in (*children, broker):
-        child.ends(0, timeout_s=PATIENCE_S)
-    for child in children:
+    a, b = [site.shell(name, sys.executable, str(script), name) for name in ("site-a", "site-b")]
+    for child in (a, b, broker):
+        child.ends(0)
+    for child in (a, b):
         assert f"{child.name}: step 0, loss" in child.log
         assert f"{child.name}: the run's model is in {child.name}.safetensors" in child.log
         assert site.contributions(child.name) > 0
-    assert equal(*map(site.final, names))
+    assert equal(site.saved("site-a"), site.saved("site-b"))
 
 
 def test_the_algorithm_in_one_file_learns_and_merges_the_work_of_all(site: Site) -> None:
+    site.wait_s = PATIENCE_S
     mini = site.shell("mini", sys.executable, "-I", str(EXAMPLES / "mini.py"))
-    mini.ends(0, timeout_s=PATIENCE_S)
+    mini.ends(0)
     losses = [float(each) for each in re.findall(r"loss ([0-9.]+),", mini.log)]
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] / 4
     shares = dict(re.findall(r"^(\w+): .* ([0-9.]+)% merged$", mini.log, re.MULTILINE))

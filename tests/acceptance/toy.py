@@ -1,18 +1,14 @@
-"""The processes of the acceptance tests: learners as users write them, commands, programs.
+"""The processes of the acceptance tests: learners as users write them, and programs.
 
 A step of these learners is a timed wait; everything around it is what a user would write.
 """
 
-from __future__ import annotations
-
-import faulthandler
 import itertools
 import logging
 import os
-import resource
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from narrows.learner import BrokerUnreachable, Learner, NarrowsError, Refused
+
+EXIT_CODES = {Refused: 3, BrokerUnreachable: 4}
+"""Those of the command line; 1 for every other error."""
 
 
 def start_model(width: int) -> nn.Linear:
@@ -57,15 +56,15 @@ def learn(
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     torch.set_num_threads(1)
-    model, target = start_model(width), target_of(width, seed)
+    model = start_model(width)
+    target = target_of(width, seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     pace = threading.Event()
     who = {"key": key} if key else {"name": name}
     options = {"join_timeout_s": 25.0, "leave_timeout_s": 25.0, **who, **options}
     events = folder / f"{name}.jsonl"
     try:
-        made = Learner(model, optimizer, broker=broker, events=events, **options)
-        with made as learner:
+        with Learner(model, optimizer, broker=broker, events=events, **options) as learner:
             steps_file = (folder / f"{name}.steps").open("wb", buffering=0)
             for _ in learner.until_end(itertools.repeat(None)):
                 pace.wait(step_s)
@@ -81,9 +80,7 @@ def learn(
         learner.save(folder / f"{name}.safetensors")
     except NarrowsError as error:
         print(f"{name}: {error}", file=sys.stderr, flush=True)
-        sys.exit(
-            3 if isinstance(error, Refused) else 4 if isinstance(error, BrokerUnreachable) else 1
-        )
+        sys.exit(EXIT_CODES.get(type(error), 1))
 
 
 def steps(folder: Path, name: str) -> int:
@@ -92,42 +89,9 @@ def steps(folder: Path, name: str) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def command(
-    folder: Path, arguments: Sequence[str], *, crash_at: str = "", out: Path | None = None
-) -> None:
-    """Runs `narrows ARGUMENTS` in this process, as the installed script does."""
-    os.environ.update({"NARROWS_CRASH_AT": crash_at} if crash_at else {})
-    os.chdir(folder)
-    if out is not None:
-        _redirect(out, 1)
-    from narrows.__main__ import main
-
-    sys.argv = ["narrows", *arguments]
-    main()
-
-
 def execute(folder: Path, arguments: Sequence[str]) -> None:
     """Makes this process a program that finds this installation of `narrows` in its path."""
     os.chdir(folder)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     more = {"PATH": path, "NARROWS_KEY": "", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     os.execvpe(arguments[0], list(arguments), {**os.environ, **more})
-
-
-def run(
-    log: Path, target: Callable[..., None], arguments: Sequence[Any], more: dict[str, Any]
-) -> None:
-    """Runs `target` with its output in `log`. SIGABRT adds the stacks of all threads."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _redirect(log, 1, 2)
-    faulthandler.enable()
-    target(*arguments, **more)
-
-
-def _redirect(path: Path, *numbers: int) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for number in numbers:
-        os.dup2(file, number)
-    os.close(file)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)

@@ -1,7 +1,5 @@
 """A syncer on a desk: learners played by hand, effects collected, invariants checked each time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar

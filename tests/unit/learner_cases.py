@@ -1,7 +1,5 @@
 """A broker's host over ports of this test, and learners that are played by hand."""
 
-from __future__ import annotations
-
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -136,7 +134,7 @@ class House:
             self.host.turn(self.now)
         self.host.syncer.check()
 
-    def wait(self, seconds: float, *learners: HandLearner) -> None:
+    def wait(self, seconds: float, *learners: "HandLearner") -> None:
         """Time passes in steps of 0.1 s; each second the learners report a step."""
         for tenth in range(round(10 * seconds)):
             self.now += 0.1
@@ -145,7 +143,7 @@ class House:
                     each.report()
             self.settle()
 
-    def until(self, condition: Callable[[], object], what: str, *learners: HandLearner) -> None:
+    def until(self, condition: Callable[[], object], what: str, *learners: "HandLearner") -> None:
         for _ in range(60):
             if condition():
                 return

@@ -1,7 +1,5 @@
 """Codecs, fragments, pushes and rounds for several tests, and values that no library draws."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

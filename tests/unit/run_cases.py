@@ -1,24 +1,21 @@
 """A real broker in a thread, and small training loops that join it over loopback."""
 
-from __future__ import annotations
-
 import itertools
-import json
 import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
-from acceptance.kit import WAIT_S
 from torch import nn
 
+from narrows.bench.kit.processes import WAIT_S, EventReader
 from narrows.broker.config import load_broker
 from narrows.broker.process.service import Service
 from narrows.learner import Learner
+from narrows.proto.keys import AllowList, SiteKey, create_broker_key, new_pair, write_site_key
 
 STEP = threading.Event()
 """Never set."""
@@ -28,7 +25,6 @@ class Broker:
     """A broker that serves a state directory on loopback."""
 
     def __init__(self, folder: Path, settings: dict[str, object]) -> None:
-        self.folder = folder
         flags = {
             "fragments.count": 2,
             "fragments.sync_period_steps": 4,
@@ -36,7 +32,9 @@ class Broker:
             "broker.state_dir": str(folder / "state"),
             "broker.listen": "tcp://127.0.0.1:0",
         }
-        self.service = Service(load_broker(None, flags | settings), events=folder / "broker.jsonl")
+        reader = EventReader(folder / "broker.jsonl")
+        self.events = reader.events
+        self.service = Service(load_broker(None, flags | settings), events=reader.path)
         self.address = self.service.sockets.listens_on
         self._thread = threading.Thread(target=self.service.run)
         self._thread.start()
@@ -51,12 +49,6 @@ class Broker:
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive(), "the broker does not end"
 
-    def events(self, event: str) -> list[dict[str, Any]]:
-        """Lines of its events file of one kind."""
-        path = self.folder / "broker.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        return [line for line in lines if line["event"] == event]
-
 
 @contextmanager
 def broker(folder: Path, **settings: object) -> Iterator[Broker]:
@@ -66,6 +58,17 @@ def broker(folder: Path, **settings: object) -> Iterator[Broker]:
         yield made
     finally:
         made.stop()
+
+
+def admitted(folder: Path, *more: str) -> Path:
+    """The key file of site-a, which trusts these keys and that of the broker with FOLDER/keys, and
+    is admitted there."""
+    keys = folder / "keys"
+    pair = new_pair()
+    file = folder / "site-a.key"
+    write_site_key(file, SiteKey("site-a", pair, (*more, create_broker_key(keys).public)))
+    AllowList.allow(keys, "site-a", pair.public)
+    return file
 
 
 @contextmanager
@@ -81,7 +84,8 @@ def stranger(says: bytes | None) -> Iterator[str]:
                 if says.startswith(b"SSH"):
                     self.request.sendall(says)
                 while asked := self.request.recv(4096):
-                    self.request.sendall(says if b"\r\n\r\n" in asked else b"")
+                    if b"\r\n\r\n" in asked:
+                        self.request.sendall(says)
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Talk) as server:
         server.daemon_threads = True

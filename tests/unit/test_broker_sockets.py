@@ -1,7 +1,5 @@
 """The broker's real sockets on loopback, with CURVE and without, and its door."""
 
-from __future__ import annotations
-
 import errno
 import socket as tcp
 import threading
@@ -205,6 +203,7 @@ def test_the_largest_payload_passes_and_a_full_pipe_answers(keyed: Wire, keys: P
 
 
 def test_without_an_authenticator_a_socket_admits_nobody(keyed: Wire, keys: Path) -> None:
+    """Holds `make_socket`."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     server = make_socket(context, Kind.BROKER_CONTROL, pair=read_broker_key(keys))
     address = f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}"
@@ -237,6 +236,7 @@ def takes(wire: Wire, payload: bytes) -> bool:
 def test_a_reader_that_has_stopped_holds_the_others_up_only_until_a_message_is_lossy(
     open_wire: Wire,
 ) -> None:
+    """Holds `BrokerSockets.data`."""
     wire = open_wire
     fast, stopped = wire.listen(b"p/00"), wire.listen(b"p/00")
     wire.clients.remove(stopped)  # Nobody looks at it.
@@ -258,6 +258,7 @@ def test_a_reader_that_has_stopped_holds_the_others_up_only_until_a_message_is_l
 def test_the_door_keeps_a_key_out_after_too_many_refusals_for_a_minute(
     keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Holds `Door.strike`."""
     pair, now = new_pair(), 50.0
     AllowList.allow(keys, "site-a", pair.public)
     door = Door(keys, now)
@@ -275,6 +276,7 @@ def test_the_door_keeps_a_key_out_after_too_many_refusals_for_a_minute(
 
 
 def test_the_door_hears_1024_learners_and_no_flood(keys: Path) -> None:
+    """Holds `Door.hears`."""
     pair, now = new_pair(), 50.0
     AllowList.allow(keys, "site-a", pair.public)
     door, here = Door(keys, now), list[str]()
@@ -329,6 +331,7 @@ def test_a_message_of_very_many_frames_costs_its_key_the_minute_and_nobody_else(
 def test_who_floods_or_sends_what_workers_refuse_is_kept_out(
     keyed: Wire, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Holds `BrokerSockets.fault`."""
     monkeypatch.setattr("narrows.broker.process.door.CONTROLS_AT_ONCE", 5)
     monkeypatch.setattr("narrows.broker.process.door.CONTROLS_PER_S", 0)
     door = keyed.sockets.door
@@ -350,6 +353,7 @@ def test_who_floods_or_sends_what_workers_refuse_is_kept_out(
 def test_too_many_handshakes_of_a_key_are_refused(
     keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Holds `Door.admits`."""
     monkeypatch.setattr("narrows.broker.process.door.HANDSHAKES_AT_ONCE", 3)
     monkeypatch.setattr("narrows.broker.process.door.HANDSHAKES_PER_S", 0)
     pair = new_pair()
@@ -361,6 +365,7 @@ def test_too_many_handshakes_of_a_key_are_refused(
 def test_a_list_that_could_not_be_read_is_read_again_if_need_be_without_connections(
     keyed: Wire, keys: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Holds `Door.look`."""
     admitted(keyed, keys, "site-a")
     read, code = AllowList.read, errno.EIO
 
@@ -386,6 +391,7 @@ def test_a_list_that_could_not_be_read_is_read_again_if_need_be_without_connecti
 def test_the_log_names_each_key_that_is_not_admitted_once_a_minute(
     keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Holds `Door.admits`."""
     door, strangers = Door(keys, 0.0), [new_pair().public for _ in range(2)]
     for now in (0.0, 30.0, 31.0 + REFUSALS_S):
         door.look(now)
@@ -401,6 +407,7 @@ def test_the_log_names_each_key_that_is_not_admitted_once_a_minute(
 def test_a_key_that_was_admitted_just_now_is_let_in_once_the_loop_has_looked(
     keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Holds `Door.look`."""
     door, pair = Door(keys, 0.0), new_pair()
     asks, stat, said = threading.Event(), door._stat, list[bool]()
 
@@ -423,6 +430,7 @@ def test_a_key_that_was_admitted_just_now_is_let_in_once_the_loop_has_looked(
 
 
 def test_a_key_may_hear_publications_and_its_own_answers(keys: Path) -> None:
+    """Holds `Door.may_hear`."""
     pair = new_pair()
     AllowList.allow(keys, "site-a", pair.public)
     door, own = Door(keys, 0.0), (b"p/00", b"r/site-a.00000001/01", b"r/site-a/0.00000001/01")
@@ -431,6 +439,7 @@ def test_a_key_may_hear_publications_and_its_own_answers(keys: Path) -> None:
 
 
 def test_the_host_hears_of_a_site_that_has_no_key_left(keyed: Wire, keys: Path) -> None:
+    """Holds `Door.look`."""
     for name in ("site-a", "site-b"):
         admitted(keyed, keys, name)
     second = admitted(keyed, keys, "site-b")
@@ -445,6 +454,7 @@ def test_the_host_hears_of_a_site_that_has_no_key_left(keyed: Wire, keys: Path) 
 def test_a_revocation_ends_the_connections_of_the_key_and_those_that_said_nothing(
     keyed: Wire, keys: Path
 ) -> None:
+    """Holds `Connections.end`."""
     pairs = {name: admitted(keyed, keys, name) for name in ("site-a", "site-b")}
     ends: dict[str, list[zmq.Socket[bytes]]] = {}
 
@@ -488,6 +498,7 @@ def test_a_revocation_ends_the_connections_of_the_key_and_those_that_said_nothin
 def test_a_connection_whose_message_never_ends_is_closed(
     open_wire: Wire, kind: Kind, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Holds `BrokerSockets.receive`."""
     monkeypatch.setattr("narrows.broker.process.connections.UNFINISHED_BYTES_MAX", 1 << 20)
     wire, part = open_wire, b"\x01\xff" + bytes(255)  # Another frame follows.
     type_ = {Kind.LEARNER_CONTROL: b"DEALER", Kind.LEARNER_UPLINK: b"XPUB"}.get(kind, b"XSUB")
@@ -558,6 +569,7 @@ def test_an_end_after_which_libzmq_does_not_dial_again_is_noticed() -> None:
 
 
 def test_what_a_look_has_shown_is_over_once_nobody_listens() -> None:
+    """Holds `Dial.error`."""
     with tcp.create_server(("127.0.0.1", 0)) as server, zmq.Context() as context:
         with closing(Dial(context, Kind.LEARNER_CONTROL, Address(*server.getsockname()))) as dial:
             watched(dial, lambda: "says nothing" in str(dial.error(SURE_S)))
@@ -567,6 +579,7 @@ def test_what_a_look_has_shown_is_over_once_nobody_listens() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 def test_a_star_listens_on_both_kinds_of_addresses(host: str) -> None:
+    """Holds `needs_ipv6`."""
     if host == "[::1]" and not Path("/proc/net/if_inet6").exists():
         pytest.skip("this machine has no IPv6")
     sockets = BrokerSockets(
@@ -582,6 +595,7 @@ def test_a_star_listens_on_both_kinds_of_addresses(host: str) -> None:
 def test_a_host_with_both_kinds_of_addresses_is_dialled_by_ipv4(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Holds `needs_ipv6`."""
     four, six = [(kind, None, None, "", None) for kind in (tcp.AF_INET, tcp.AF_INET6)]
     for found, expected in ([four], False), ([six], True), ([six, four, six], False):
         monkeypatch.setattr(tcp, "getaddrinfo", lambda *_, **__: found)  # noqa: B023
@@ -589,6 +603,7 @@ def test_a_host_with_both_kinds_of_addresses_is_dialled_by_ipv4(
 
 
 def test_addresses_that_cannot_be_listened_on_say_what_to_do(open_wire: Wire) -> None:
+    """Holds `listening_address`."""
     for listen, code in [
         (open_wire.sockets.listens_on, ErrorCode.ADDRESS_IN_USE),
         ("tcp://0.0.0.0:0", ErrorCode.INSECURE),

@@ -1,8 +1,6 @@
 """Codecs: the stored bits, exact reconstruction, bounded errors, any cut. And payloads that no
 encoder writes: refused by code, before they can do harm; never anything else."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random
@@ -203,6 +201,7 @@ def cases(draw: st.DrawFn) -> Case:
 @pytest.mark.parametrize("codec", CODECS)
 @given(case=cases())
 def test_a_receiver_holds_what_the_sender_kept(codec: CodecName, case: Case) -> None:
+    """Holds `decode_chunk`."""
     sent = case.push(codec)
     assert [each.index for each in sent] == [*range(len(sent))]
     got = decoded(case.fragment, codec, case.chunk_elements, sent)
@@ -225,6 +224,7 @@ def test_a_receiver_holds_what_the_sender_kept(codec: CodecName, case: Case) -> 
 def test_the_copy_advances_alike_at_both_ends_and_a_push_may_be_cut_anew(
     codec: CodecName, case: Case, other: int
 ) -> None:
+    """Holds `recut`."""
     fragment, size = case.fragment, case.chunk_elements
     published, advanced = step(fragment, case.one, case.two, codec, case.rho, size)
     got = decoded(fragment, codec, size, published)
@@ -239,6 +239,7 @@ def test_the_copy_advances_alike_at_both_ends_and_a_push_may_be_cut_anew(
 
 @pytest.mark.parametrize("codec", CODED)
 def test_a_code_is_rounded_half_to_even_and_clamped(codec: CodecName) -> None:
+    """Holds `quantise_difference`."""
     limit = LIMIT[codec]
     values = f32(0.5, 1.5, 2.5, -2.5, limit - 0.4, limit + 0.6, -1000)
     rho = float(1 / np.sqrt(np.mean(values.astype(np.float64) ** 2)))
@@ -259,6 +260,7 @@ def unsampled(count: int) -> int:
 
 
 def test_a_scale_comes_from_samples_unless_none_of_them_has_moved() -> None:
+    """Holds `piece_scales`."""
     dense, spike = np.random.default_rng(0).normal(size=100_003), np.zeros(70_001)
     spike[unsampled(70_001)] = 3
     values = np.concatenate([dense, spike]).astype(np.float32)
@@ -272,6 +274,7 @@ def test_a_scale_comes_from_samples_unless_none_of_them_has_moved() -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
 @pytest.mark.parametrize("codec", CODECS)
 def test_values_that_nobody_could_use_are_not_sent(codec: CodecName, bad: float) -> None:
+    """Holds `encode_push`."""
     # In a large piece, where the samples of the scale may miss it.
     fragment = fragment_of(40_000)
     one, two = np.ones(40_000, np.float32), np.zeros(40_000, np.float32)
@@ -304,6 +307,7 @@ def test_products_are_exact_and_finite_at_both_ends(codec: CodecName, scale: flo
 def test_the_largest_size_holds_even_where_nothing_can_be_compressed(
     codec: CodecName, count: int
 ) -> None:
+    """Holds `payload_bytes_max`."""
     one = np.random.default_rng(count).uniform(-1, 1, count).astype(np.float32)
     rho = 0.01 if codec == "int8-zstd" else 0.2
     (chunk,) = push(fragment_of(count), one, np.zeros_like(one), codec, rho, 1 << 20)
@@ -344,6 +348,7 @@ def test_a_digest_is_made_of_the_digests_of_blocks(count: int) -> None:
 def test_memory_comes_back_when_the_last_view_is_gone_and_what_is_idle_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Holds `empty_f32`."""
     gc.collect()
     monkeypatch.setattr(memory, "_idle", {})
     monkeypatch.setattr(memory, "IDLE_BYTES_MAX", 1 << 20)
@@ -444,6 +449,7 @@ def decode(fragment: Fragment, codec: CodecName, payload: bytes) -> DecodedChunk
 def test_scales_codes_and_sizes_out_of_bounds_are_refused(
     codec: CodecName, lengths: tuple[int, ...], payload: bytes, code: ErrorCode
 ) -> None:
+    """Holds `decode`."""
     assert refused(fragment_of(*lengths), codec, payload) is code
 
 
@@ -484,6 +490,7 @@ BAD_FRAMES = {
 
 @pytest.mark.parametrize("what", BAD_FRAMES)
 def test_bad_frames_are_refused_without_memory_for_them(what: str) -> None:
+    """Holds `decode`."""
     fragment, payload = fragment_of(3), half(2) + BAD_FRAMES[what]
     refused(fragment, "int4-zstd", payload)
     tracemalloc.start()
@@ -597,6 +604,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_kernels_are_kept_in_a_folder_of_this_user_alone(cache: Path) -> None:
+    """Holds `kernel`."""
     compiled: Any = kernels.kernel(lambda: 2)
     assert str(compiled.stats.cache_path).startswith(f"{cache}/narrows/numba/")
     assert [(cache / name).stat().st_mode & 0o777 for name in FOLDERS] == [0o700] * 3
@@ -612,6 +620,7 @@ def test_kernels_are_kept_in_a_folder_of_this_user_alone(cache: Path) -> None:
 def test_a_folder_that_others_own_or_may_write_is_refused(
     cache: Path, monkeypatch: pytest.MonkeyPatch, name: str, mode: int, other: int
 ) -> None:
+    """Holds `own_folder`."""
     (kernels.own_folder().parents[1] / name).chmod(mode)
     monkeypatch.setattr("os.geteuid", lambda: cache.stat().st_uid + other)
     with pytest.raises(

@@ -1,8 +1,6 @@
 """Units, configuration, addresses and key files: what people write, and what they are told if it is
 wrong."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path
@@ -61,6 +59,7 @@ def test_what_is_shown_can_be_read_again(kind: type[Quantity], value: int) -> No
 
 
 def test_flags_win_over_the_file_the_file_over_the_preset(tmp_path: Path) -> None:
+    """Holds `load_broker`."""
     path = tmp_path / "broker.toml"
     path.write_text(
         """
@@ -113,6 +112,7 @@ def test_flags_win_over_the_file_the_file_over_the_preset(tmp_path: Path) -> Non
 def test_errors_name_the_place_the_key_and_the_remedy(
     toml: str | None, flags: dict[str, object], hints: list[str], tmp_path: Path
 ) -> None:
+    """Holds `load_broker`."""
     path = tmp_path / "broker.toml"
     if toml is not None:
         path.write_text(toml)
@@ -123,6 +123,7 @@ def test_errors_name_the_place_the_key_and_the_remedy(
 
 
 def test_every_setting_is_described() -> None:
+    """Holds `describe`."""
     rows = {key: (default, doc) for key, default, doc in describe(BrokerConfig)}
     assert rows["run.max_offline"][0] == "1h"
     assert rows["broker.insecure"][0] == "false"
@@ -131,6 +132,7 @@ def test_every_setting_is_described() -> None:
 
 
 def test_the_rate_of_a_learner_cuts_the_messages() -> None:
+    """Holds `chunk_elements`."""
     assert BrokerConfig().shared.chunk_elements == 1 << 18
     shared = load_broker(None, {"wan.up": "10Mbit/s"}).shared
     # 10 ms of 10 Mbit/s are 100,000 bits: 4 bits an element, or 32.
@@ -198,6 +200,7 @@ def test_a_site_file_comes_back_and_is_its_owners_alone(tmp_path: Path) -> None:
 def test_a_write_that_fails_leaves_no_half_of_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Holds `write_site_key`."""
     path, key = tmp_path / "site-a.key", site_key()
     keys.write_site_key(path, key)
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
@@ -233,12 +236,14 @@ def test_a_bad_site_file_is_told_by_entry_and_no_secret_is_shown(
 
 @pytest.mark.parametrize("mode", [0o600, 0o644])
 def test_a_pipe_in_the_place_of_a_key_does_not_hang(tmp_path: Path, mode: int) -> None:
+    """Holds `read_site_key`."""
     os.mkfifo(tmp_path / "site-a.key", mode)
     with pytest.raises(ConfigError, match="regular file"):
         keys.read_site_key(tmp_path / "site-a.key")
 
 
 def test_a_brokers_folder(tmp_path: Path) -> None:
+    """Holds `create_broker_key`."""
     with pytest.raises(ConfigError, match="narrows keys new --keys"):
         keys.read_broker_key(tmp_path)
     folder = tmp_path / "keys"
@@ -330,6 +335,7 @@ def test_a_folder_that_others_may_change_gets_no_key(tmp_path: Path) -> None:
 
 
 def test_a_public_line_goes_by_mail() -> None:
+    """Holds `read_public_line`."""
     pair = new_pair()
     line = keys.public_line("site-a", pair.public)
     assert keys.read_public_line(f"  {line}\n") == ("site-a", pair.public)

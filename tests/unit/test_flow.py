@@ -1,8 +1,6 @@
 """Budget, sender and transfer in virtual time: no second above the rate and no rate unused, whose
 turn it is, what is charged to whom, what a full pipe costs the others, and what loss costs."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter
@@ -78,12 +76,14 @@ def test_no_second_above_the_rate_and_95_percent_used(
 
 
 def test_a_message_cut_for_a_larger_rate_leaves_between_control_messages() -> None:
+    """Holds `Budget.opens_at`."""
     left = saturated(Budget(1e5), 30_000, 100.0, [0.0], control=300)
     assert sum(size == 30_000 for _, size in left) >= 25
     assert sum(8 * size for _, size in left) <= 1.02e5 * 100 + 8 * 30_000
 
 
 def test_a_debt_is_one_of_bytes() -> None:
+    """Holds `Budget.set_rate`."""
     budget = Budget(1e6)
     budget.charge(125_000, 10.0)
     budget.set_rate(2e6, 10.0)
@@ -208,6 +208,7 @@ def test_all_that_waits_leaves_in_its_turn(live: int, asked: dict[str, int], str
 
 
 def test_a_chunk_that_waits_is_not_queued_twice() -> None:
+    """Holds `Sender.put_asked`."""
     sender = Sender()
     put_live(sender, 1)
     publication = header(DataKind.PUBLICATION, 0)
@@ -222,6 +223,7 @@ def test_a_chunk_that_waits_is_not_queued_twice() -> None:
 
 
 def test_what_is_discarded_does_not_leave_and_nothing_does_while_nobody_listens() -> None:
+    """Holds `Sender.discard`."""
     sender = Sender()
     sender.ready = False
     put_live(sender, 3)
@@ -258,6 +260,7 @@ def test_neither_all_together_nor_a_learner_gets_more_than_the_rate(
 
 
 def test_a_learner_that_has_fetched_and_rests_is_forgotten() -> None:
+    """Holds `Sender.sent`."""
     sender = Sender(each=1e6)
     put_asked(sender, "a", 5)
     run(sender, 0.0)
@@ -267,6 +270,7 @@ def test_a_learner_that_has_fetched_and_rests_is_forgotten() -> None:
 
 
 def test_control_and_acknowledgements_are_charged_and_a_lower_rate_holds() -> None:
+    """Holds `Sender.charge`."""
     sender = Sender(total=1e6)
     put_live(sender, 1000)
     now = 0.0
@@ -289,6 +293,7 @@ def test_control_and_acknowledgements_are_charged_and_a_lower_rate_holds() -> No
 
 
 def test_a_full_pipe_holds_up_no_answer_to_others_and_no_other_stream() -> None:
+    """Holds `Sender.blocked`."""
     sender = Sender()
     put_asked(sender, "a", 3)
     put_asked(sender, "b", 3)
@@ -320,6 +325,7 @@ def test_a_frozen_reader_costs_the_others_one_patience(total: float) -> None:
 
 
 def test_lanes_that_wait_side_by_side_use_patience_once_and_it_is_refilled() -> None:
+    """Holds `Sender.blocked`."""
     sender, made_up_s = Sender(total=1e12), LATE_S - RESUME_S
     sender.fan_out = 2
     put_live(sender, 2, streams=2)
@@ -435,6 +441,7 @@ def test_every_chunk_comes_however_many_are_lost(
 def test_what_is_missing_is_asked_for(
     chunks: int, unasked: bool, course: list[tuple[float, list[int], tuple[tuple[int, int], ...]]]
 ) -> None:
+    """Holds `Transfer.ask`."""
     transfer = Transfer(chunks, 0.0, unasked=unasked, streams=2)
     for now, come, asked in course:
         for chunk in come:
@@ -450,6 +457,7 @@ def test_what_is_missing_is_asked_for(
 def test_the_wait_doubles_only_while_nothing_at_all_comes(
     talks: bool, asked_at: list[float]
 ) -> None:
+    """Holds `Transfer.deadline`."""
     transfer, now, times = Transfer(4, 0.0, unasked=True), 0.0, list[float]()
     while len(times) < len(asked_at):
         now = transfer.deadline(now)
@@ -461,6 +469,7 @@ def test_the_wait_doubles_only_while_nothing_at_all_comes(
 
 
 def test_a_question_has_no_more_ranges_than_a_message_may() -> None:
+    """Holds `Transfer.ask`."""
     transfer = Transfer(1000, 0.0, unasked=True)
     for chunk in range(0, 1000, 2):
         transfer.add(chunk, 0.0)

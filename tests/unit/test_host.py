@@ -1,8 +1,6 @@
 """The broker's host with real syncer, merging and store, over ports of the test: rounds, crashes,
 bad bytes, and attempts of somebody with an admitted key; and the process around it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging
@@ -15,10 +13,10 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from acceptance.kit import WAIT_S
 from learner_cases import LAYOUT, HandLearner, House, begun
 from safetensors.numpy import save_file
 
+from narrows.bench.kit.processes import WAIT_S
 from narrows.broker.config import load_broker
 from narrows.broker.merging import Model
 from narrows.broker.process import downlink, host, pipeline
@@ -55,6 +53,7 @@ def one_round(house: House, *learners: HandLearner) -> None:
 
 
 def test_a_state_that_is_being_fetched_stays_while_the_head_moves_on(house: House) -> None:
+    """Holds `Downlink.serve`."""
     a, late = begun(house, "site-a")[0], HandLearner(house, "late")
     one_round(house, a)
     late.hello()
@@ -73,6 +72,7 @@ def test_a_state_that_is_being_fetched_stays_while_the_head_moves_on(house: Hous
 def test_an_answer_is_of_the_version_that_is_fetched_until_the_publications_after_it_are_gone(
     house: House,
 ) -> None:
+    """Holds `Downlink.serve`."""
     a, late = begun(house, "site-a")[0], HandLearner(house, "late")
     late.hello()
 
@@ -109,6 +109,7 @@ def test_a_layout_of_another_life_is_dropped(house: House) -> None:
 def test_snapshots_go_on_after_a_full_disk_but_not_at_each_version(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Holds `Pipeline.durable`."""
     monkeypatch.setattr(pipeline, "SNAPSHOT_VERSIONS", 1)
     (a,) = begun(house, "site-a")
     full = Mock(side_effect=OSError(errno.ENOSPC, "the disk is full"))
@@ -129,6 +130,7 @@ def test_snapshots_go_on_after_a_full_disk_but_not_at_each_version(
 def test_what_was_decoded_of_a_push_that_is_dropped_does_not_count_for_the_next(
     house: House,
 ) -> None:
+    """Holds `Pipeline.drop`."""
     (a,) = begun(house, "site-a")
     push_id = a.push()
     house.pool.work()  # The loop hears of it later.
@@ -143,6 +145,7 @@ def test_what_was_decoded_of_a_push_that_is_dropped_does_not_count_for_the_next(
 
 
 def test_an_answer_waits_for_the_subscriptions_of_its_learner(house: House) -> None:
+    """Holds `Downlink.listens`."""
     begun(house, "site-a")
     late = HandLearner(house, "late")
     late.hello(listens=False)
@@ -165,6 +168,7 @@ def test_an_answer_waits_for_the_subscriptions_of_its_learner(house: House) -> N
 
 
 def test_who_never_listens_holds_no_memory(house: House) -> None:
+    """Holds `Downlink.turn`."""
     begun(house, "site-a")
     deaf = HandLearner(house, "deaf")
     deaf.hello(listens=False)
@@ -181,6 +185,7 @@ def test_who_never_listens_holds_no_memory(house: House) -> None:
 def test_a_state_is_encoded_once_for_all_who_ask(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Holds `Downlink.serve`."""
     encode = Mock(wraps=encode_values)
     monkeypatch.setattr(downlink, "encode_values", encode)
     learners = begun(house, "site-a", "site-b")
@@ -197,7 +202,7 @@ def test_a_state_is_encoded_once_for_all_who_ask(
 def test_a_failed_merge_is_refused_and_its_learner_may_push_again(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pipeline keeps the payloads until the syncer has said which push was to blame."""
+    """Holds `Pipeline.merged`."""
     (a,) = begun(house, "site-a")
     error = FloatingPointError("version 1 would not be finite")
     monkeypatch.setattr(pipeline, "merge", Mock(side_effect=error))
@@ -224,6 +229,7 @@ def test_a_push_with_which_no_sum_is_finite_keeps_nobody_else_out(tmp_path: Path
 
 
 def test_a_chunk_that_was_damaged_on_its_way_is_asked_for_again(house: House) -> None:
+    """Holds `Host.data`."""
     (a,) = begun(house, "site-a")
     a.push()
     a.announce(a.push_id + 1)
@@ -240,6 +246,7 @@ def test_a_chunk_that_was_damaged_on_its_way_is_asked_for_again(house: House) ->
 
 
 def test_version_0_may_come_from_a_file(tmp_path: Path) -> None:
+    """Holds `Pipeline.seed`."""
     tensors = {e.name: np.full(e.shape, 0.25, np.float32) for e in LAYOUT.entries}
     save_file(tensors, tmp_path / "init.safetensors")
     house = House(tmp_path / "state", {"broker.init": str(tmp_path / "init.safetensors")})
@@ -278,6 +285,7 @@ def test_a_version_0_that_cannot_be_is_refused_and_the_next_learner_seeds(
 
 
 def test_a_full_pipe_makes_a_publication_wait_and_then_lossy(house: House) -> None:
+    """Holds `Downlink.pump`."""
     a, _ = begun(house, "site-a", "site-b")
     house.wires.is_full = True
     a.push()
@@ -297,6 +305,7 @@ def test_a_full_pipe_makes_a_publication_wait_and_then_lossy(house: House) -> No
 def test_a_connection_is_charged_once_whatever_it_says_and_before_its_learner_says_hello(
     house: House,
 ) -> None:
+    """Holds `Downlink.listens`."""
     downlink, a, b = house.host.downlink, Connection(10, 1), Connection(11, 2)
     steps = [
         (a, "p/00", True, 1), (a, "p/00", True, 1), (a, "p/01", True, 1), (b, "p/00", False, 1),
@@ -314,6 +323,7 @@ def test_a_connection_is_charged_once_whatever_it_says_and_before_its_learner_sa
 def test_who_hears_any_publication_is_charged_and_no_more_than_the_learners_and_a_few(
     house: House, topic: str
 ) -> None:
+    """Holds `Downlink.keep_listeners`."""
     downlink = house.host.downlink
     for number in range(100):
         assert downlink.sender.fan_out == min(number, SPARE_CONNECTIONS)
@@ -328,6 +338,7 @@ def test_who_hears_any_publication_is_charged_and_no_more_than_the_learners_and_
 def test_pushes_that_displace_each_other_cost_the_workers_nothing(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Holds `Pipeline.keep`."""
     (a,) = begun(house, "site-a")
     decode = Mock(wraps=decode_chunk)
     monkeypatch.setattr(pipeline, "decode_chunk", decode)
@@ -338,6 +349,7 @@ def test_pushes_that_displace_each_other_cost_the_workers_nothing(
 
 
 def test_a_publication_of_other_chunks_is_answered_with_the_state(tmp_path: Path) -> None:
+    """Holds `Downlink.serve`."""
     house = House(tmp_path / "state")
     (a,) = begun(house, "site-a")
     one_round(house, a)
@@ -356,6 +368,7 @@ def test_a_publication_of_other_chunks_is_answered_with_the_state(tmp_path: Path
 
 
 def test_what_a_learner_asked_for_that_is_gone_waits_no_more(house: House) -> None:
+    """Holds `Downlink.turn`."""
     (a,) = begun(house, "site-a")
     house.wires.is_full = True
     a.fetch(msg.DataKind.STATE, 0, 0, 1)
@@ -370,6 +383,7 @@ def test_what_a_learner_asked_for_that_is_gone_waits_no_more(house: House) -> No
 def test_what_a_worker_refuses_counts_against_the_key_of_its_learner(
     house: House, code: str
 ) -> None:
+    """Holds `Pipeline.checked`."""
     (a,) = begun(house, "site-a")
     a.push()
     a.announce(a.push_id + 1)
@@ -382,6 +396,7 @@ def test_what_a_worker_refuses_counts_against_the_key_of_its_learner(
 
 
 def test_what_no_socket_takes_is_not_charged(house: House) -> None:
+    """Holds `Downlink.pump`."""
     (a,) = begun(house, "site-a")
     before = house.host.downlink.sender.sent_bytes
     house.wires.is_full = True
@@ -396,6 +411,7 @@ def test_what_no_socket_takes_is_not_charged(house: House) -> None:
 def test_a_start_that_takes_long_shortens_no_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Holds `replay`, at a start of `Host`."""
     house = House(tmp_path / "state", {"run.goal_tokens": "100"})
     (a,) = begun(house, "site-a")
     one_round(house, a)
@@ -415,6 +431,7 @@ def test_a_start_that_takes_long_shortens_no_wait(
 
 
 def test_the_end_is_durable(tmp_path: Path) -> None:
+    """Holds `Pipeline.commit_end`."""
     house = House(tmp_path / "state", {"run.goal_tokens": "100"})
     (a,) = begun(house, "site-a")
     one_round(house, a)
@@ -431,6 +448,7 @@ def test_the_end_is_durable(tmp_path: Path) -> None:
 def test_a_commit_that_is_under_way_at_a_stop_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Holds `Service.run`."""
     flags = {"broker.listen": "tcp://127.0.0.1:0", "broker.state_dir": str(tmp_path / "state")}
     service, told = Service(load_broker(None, flags), events=None), Mock()
     began = threading.Event()
@@ -450,6 +468,7 @@ def test_a_commit_that_is_under_way_at_a_stop_is_told(
 
 
 def test_nothing_is_said_to_be_durable_in_a_directory_that_is_gone(house: House) -> None:
+    """Holds `Pipeline.close`."""
     begun(house, "site-a")
     house.folder.rename(house.folder.with_name("elsewhere"))
     with pytest.raises(StateError, match="was removed or replaced"):
@@ -459,6 +478,7 @@ def test_nothing_is_said_to_be_durable_in_a_directory_that_is_gone(house: House)
 def test_the_events_file_is_bounded_and_a_full_disk_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Holds `EventFile.write`."""
     path = tmp_path / "events.jsonl"
     monkeypatch.setattr("narrows.proto.events.EVENTS_BYTES_MAX", 200)
     events = EventFile(path)
@@ -474,6 +494,7 @@ def test_the_events_file_is_bounded_and_a_full_disk_stops_nothing(
 
 
 def test_a_flood_of_one_kind_of_line_is_cut_and_told() -> None:
+    """Holds `LimitRepeats.filter`."""
     now = [1000.0]
     limit = LimitRepeats(lambda: now[0])
 
@@ -496,6 +517,7 @@ def test_a_flood_of_one_kind_of_line_is_cut_and_told() -> None:
 
 
 def test_a_flood_of_notes_leaves_the_events_file_its_other_lines(tmp_path: Path) -> None:
+    """Holds `EventFile.write`."""
     path = tmp_path / "events.jsonl"
     events = EventFile(path)
     for _ in range(LINES_AT_ONCE + 200):
@@ -514,6 +536,7 @@ def test_a_flood_of_notes_leaves_the_events_file_its_other_lines(tmp_path: Path)
 def test_a_wake_while_the_pool_closes_writes_to_no_closed_pipe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Holds `Workers.close`."""
     pool, write, threads = Workers(1, "test"), os.write, list[threading.Thread]()
 
     def write_while_another_thread_closes(fd: int, data: bytes) -> int:

@@ -1,7 +1,5 @@
 """The ten-line loop with a real broker on loopback: joining, training, outages, leaving."""
 
-from __future__ import annotations
-
 import math
 import socket
 import threading
@@ -14,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from acceptance.kit import wait_until
 from msgspec.structs import replace
 from run_cases import Broker, broker, stranger, tiny, train
 from torch import nn
 
+from narrows.bench.kit.processes import wait_until
 from narrows.learner import (
     BrokerUnreachable,
     ConfigError,

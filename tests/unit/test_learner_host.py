@@ -3,8 +3,6 @@
 The checkers of the simulator judge each run: equal copies, nothing merged twice or lost, progress.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -285,6 +283,7 @@ def test_what_follows_an_adoption_waits_for_it_while_the_loop_goes_on(tmp_path: 
 def test_a_copy_that_a_worker_could_not_make_is_made_from_the_same_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Holds `Session.assembled`."""
     stage = Stage(Calm(), tmp_path)
     stage.run.until(2.0)
     island, real, failures = stage.host.island, stage.host.island.copy, [1, 2]
@@ -303,6 +302,7 @@ def test_a_copy_that_a_worker_could_not_make_is_made_from_the_same_chunks(
 
 
 def test_bytes_that_are_no_message_are_noted_and_change_nothing(tmp_path: Path) -> None:
+    """Holds `LearnerHost.control`."""
     stage = Stage(Calm(), tmp_path)
     stage.run.until(1.0)
     for frames in ([], [b"x"], [b"NRW\x01", b"\xc1"]):
@@ -316,6 +316,7 @@ def test_bytes_that_are_no_message_are_noted_and_change_nothing(tmp_path: Path) 
 
 
 def test_a_new_life_with_other_chunks_gets_the_same_push(tmp_path: Path) -> None:
+    """Holds `recut`."""
     stage = Stage(Calm(wan__up="400kbit/s"), tmp_path)
     stage.run.until(2.0)
     stage.uplinks[0].is_full = True
@@ -331,6 +332,7 @@ def test_a_new_life_with_other_chunks_gets_the_same_push(tmp_path: Path) -> None
 
 
 def test_what_is_of_no_use_any_more_does_not_leave_once_there_is_room(tmp_path: Path) -> None:
+    """Holds `Sender.discard`."""
     stage = Stage(Calm(), tmp_path)
     stage.run.until(2.0)
     stage.uplinks[0].is_full = True

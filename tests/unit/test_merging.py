@@ -3,8 +3,6 @@
 The claims of the papers: Decoupled DiLoCo (arXiv 2604.21428), DiLoCo (arXiv 2311.08105).
 """
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """Rules that no linter holds: size, first lines, no sleep. PROTOCOL.md and the code name the same
 messages, fields, types, bounds and codes; links of documents lead somewhere."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ from narrows.proto.layout import build_table
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("proto", "broker", "learner", "bench")
 
-STATEMENTS_MAX = {"proto": 1960, "broker": 4040, "learner": 2250, "bench": 2950, "tests": 7623}
+STATEMENTS_MAX = {"proto": 1960, "broker": 4040, "learner": 2250, "bench": 2950, "tests": 7620}
 """Statements of a folder without docstrings. Lines are free: a cap of lines packs the code."""
 
 

@@ -1,8 +1,6 @@
 """A learner's session: joining, silence, refusals, repair, epochs, reports, pushes, adoptions and
 its end. The test plays its broker: there are no bytes, no parameters and no clock."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, TypeVar
 

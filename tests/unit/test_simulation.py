@@ -1,7 +1,5 @@
 """Whole runs in virtual time with every fault: twelve checkers are silent, and each can speak."""
 
-from __future__ import annotations
-
 import pytest
 
 from narrows.bench.sim.planted import PLANTED, Planted, judge

@@ -2,8 +2,6 @@
 on a state directory: the same bits again, or an error that names the file; and the safetensors
 files of users."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -165,6 +163,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 def test_payloads_are_durable_before_the_row_and_the_row_before_the_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Holds `Store.commit`."""
     seen: list[tuple[str, int, int | None]] = []
 
     run = Run(tmp_path, reach=lambda place: see(place))
@@ -213,6 +212,7 @@ def test_a_start_copies_what_the_log_shows_into_the_database(run: Run, tmp_path:
 
 
 def test_what_a_start_finds(run: Run) -> None:
+    """Holds `Store.recover`."""
     run.rounds(2)
     run.store.end()
     run.store.close()
@@ -234,6 +234,7 @@ def test_what_a_start_finds(run: Run) -> None:
 
 
 def test_a_failed_sync_holds_the_round_back_and_its_pack_is_never_used_again(run: Run) -> None:
+    """Holds `Packs.append`."""
     run.round(0)
     before, first = pack_bytes(run.folder), run.folder / "packs" / "00000001.pack"
     content, version = first.read_bytes(), next_version(run.head(0))
@@ -248,6 +249,7 @@ def test_a_failed_sync_holds_the_round_back_and_its_pack_is_never_used_again(run
 
 
 def test_short_writes_are_finished(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holds `Packs.append`."""
     write = os.write
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", lambda fd, data: write(fd, bytes(data[:7])))
@@ -256,6 +258,7 @@ def test_short_writes_are_finished(run: Run, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_database_without_room_is_a_full_disk(run: Run) -> None:
+    """Holds `Store.commit`."""
     # There is no other way to fill one file only.
     (pages,) = run.store._db.execute("PRAGMA page_count").fetchone()
     run.store._db.execute(f"PRAGMA max_page_count = {pages}")
@@ -272,6 +275,7 @@ def test_a_database_without_room_is_a_full_disk(run: Run) -> None:
 
 
 def test_a_snapshot_on_a_full_disk_changes_nothing(run: Run) -> None:
+    """Holds `Store.snapshot`."""
     run.round(0)
     before = names(run.folder)
     with failing("fsync", errno.ENOSPC), pytest.raises(DiskFull):
@@ -283,6 +287,7 @@ def test_a_snapshot_on_a_full_disk_changes_nothing(run: Run) -> None:
 
 
 def test_seeding_is_all_or_nothing(tmp_path: Path) -> None:
+    """Holds `Store.seed`."""
     with closing(Store(tmp_path)) as store:
         store.recover(1.0)
         with failing("fsync", errno.ENOSPC, good=1), pytest.raises(DiskFull):
@@ -294,6 +299,7 @@ def test_seeding_is_all_or_nothing(tmp_path: Path) -> None:
 
 
 def test_a_push_is_merged_once_and_a_version_is_made_once(run: Run) -> None:
+    """Holds `Store.commit`."""
     first = run.round(0, push_id=7)
     with pytest.raises(StateError, match=r"UNIQUE.*push_id"):
         run.store.commit(next_version(run.head(0), push_id=7))
@@ -345,6 +351,7 @@ def test_nothing_that_was_told_is_lost_by_a_kill(
 
 
 def test_what_no_start_needs_is_removed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holds `Store.recover`."""
     monkeypatch.setattr(files, "PACK_BYTES", 1)
     packs = run.folder / "packs"
     for _ in range(4):
@@ -394,6 +401,7 @@ def test_an_older_database_alone_costs_no_newer_file(run: Run) -> None:
 def test_only_the_newest_incarnations_are_remembered(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Holds `Store.snapshot`."""
     monkeypatch.setattr(store_module, "INCARNATIONS_KEPT", 2)
     for name in ("site-c", "site-b", "site-a"):
         run.round(0, learners=[name])
@@ -451,6 +459,7 @@ def refusal(folder: Path) -> StateError:
 
 
 def test_a_damaged_snapshot_gives_way_to_the_older_one(stopped: Run) -> None:
+    """Holds `Store.recover`."""
     newest = stopped.folder / "fragments" / "0-2.safetensors"
     flip(newest, newest.stat().st_size - 5)
     with closing(Store(stopped.folder)) as store:
@@ -498,11 +507,14 @@ def test_damage_that_cannot_be_got_over_names_the_file(stopped: Run) -> None:
     ],
 )
 def test_changed_facts_are_noticed(stopped: Run, sql: str) -> None:
+    """Holds `Store.recover`."""
     change(stopped.folder, sql)
     assert re.search(r"run\.db|in round 7", str(refusal(stopped.folder)))
 
 
 def test_a_merge_with_other_bits_is_noticed(stopped: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holds `Store.recover`."""
+
     def other(fragment: Fragment, before: FragmentState, round_: Round) -> Version:
         """The arithmetic of another release."""
         policy = replace(round_.policy, outer_lr=round_.policy.outer_lr * (1 + 2**-20))
@@ -549,6 +561,7 @@ def test_an_empty_or_a_fresh_database_never_costs_the_files_of_a_run(
 
 
 def test_a_database_that_others_hold_is_waited_for(run: Run) -> None:
+    """Holds `Store.commit`."""
     run.store._db.execute("PRAGMA busy_timeout = 1")
     with closing(sqlite3.connect(run.folder / "run.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -562,6 +575,7 @@ def test_a_database_that_others_hold_is_waited_for(run: Run) -> None:
 
 
 def test_a_directory_that_was_removed_or_replaced_takes_no_round(tmp_path: Path) -> None:
+    """Holds `Store.check_folder`."""
     run = Run(tmp_path / "state")
     run.round(0)
     copytree(run.folder, tmp_path / "copy")
@@ -626,6 +640,7 @@ def test_history_can_be_read_while_the_broker_runs(tmp_path: Path) -> None:
 def test_what_a_running_broker_removes_meanwhile_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
+    """Holds `History.audit`."""
     monkeypatch.setattr(files, "PACK_BYTES", 1)
     run, read_state = Run(tmp_path), files.read_state
 
@@ -710,6 +725,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def test_a_file_becomes_version_0_and_version_0_the_same_file(tmp_path: Path) -> None:
+    """Holds `read_initial`."""
     begin, end = tmp_path / "begin.safetensors", tmp_path / "end.safetensors"
     save_file(tensors(), begin)
     states = read_initial(begin, LAYOUT, TABLE)
@@ -741,6 +757,7 @@ def test_a_file_becomes_version_0_and_version_0_the_same_file(tmp_path: Path) ->
 def test_a_file_that_does_not_fit(
     tmp_path: Path, name: str, tensor: torch.Tensor | None, message: str
 ) -> None:
+    """Holds `read_initial`."""
     content = tensors()
     del content[name]
     if tensor is not None:
@@ -751,6 +768,7 @@ def test_a_file_that_does_not_fit(
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:
+    """Holds `read_initial`."""
     with pytest.raises(ConfigError, match="No such file"):
         read_initial(tmp_path / "none", LAYOUT, TABLE)
     save_file(tensors(), tmp_path / "short")

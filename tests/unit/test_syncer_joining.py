@@ -2,8 +2,6 @@
 status tells of learners, and their rates; and the end: one last round per fragment, and who is
 waited for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The life of a round: launch, collect, merge, commit, publish; and pushes on their way to it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 

@@ -1,8 +1,6 @@
 """Messages to bytes and back: the golden bytes, every bound, and whatever a stranger may send; and
 layouts with their cut into fragments: complete, balanced, readable where they differ."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import accumulate
@@ -191,6 +189,7 @@ def test_a_layout_comes_back_and_another_reader_finds_it() -> None:
     ],
 )
 def test_what_is_no_layout_is_refused(payload: bytes) -> None:
+    """Holds `unpack_layout`."""
     assert refusal("layout", payload).code in (ErrorCode.BAD_MESSAGE, ErrorCode.TOO_LARGE)
 
 
@@ -260,6 +259,7 @@ def entries_of(*shapes: tuple[int, ...]) -> tuple[LayoutEntry, ...]:
 
 
 def test_layouts_that_no_model_has_are_refused() -> None:
+    """Holds `check_layout`."""
     check_layout(Layout(0, (*ENTRIES, entry("módulo.weight"))))
     check_layout(Layout(0, (entry(shape=(ELEMENTS_MAX,)),)))
     for entries, text in (
@@ -335,6 +335,7 @@ def cut(table: tuple[Fragment, ...]) -> list[list[tuple[int, int, int]]]:
 def test_the_cut_by_example(
     shapes: list[tuple[int, ...]], count: int, expected: list[list[tuple[int, int, int]]]
 ) -> None:
+    """Holds `build_table`."""
     assert cut(build_table(entries_of(*shapes), count)) == expected
 
 

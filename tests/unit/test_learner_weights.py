@@ -1,0 +1,168 @@
+"""The watch over the weights: optimizers, averages and buffers that the exchange would miss."""
+
+from collections.abc import Callable, Container, Iterator
+from typing import Any
+
+import pytest
+import torch
+from model_cases import loss_of, small
+from torch import Tensor, nn
+
+from narrows.learner import weights
+from narrows.learner.parameters import Parameters
+from narrows.learner.weights import WeightWatch
+from narrows.proto.errors import LocalProtocolError
+
+
+class Watched:
+    """A model, its optimizer, and the watch, in the order of the Learner's hooks."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self.model = model
+        self.optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
+        self.watch = WeightWatch(Parameters(model), [self.optimizer])
+        self.watch.start()
+
+    def step(self, adopt: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.optimizer.zero_grad()
+        loss_of(self.model).backward()  # type: ignore[no-untyped-call]
+        self.watch.before_step()
+        self.optimizer.step()
+        self.watch.stepped()
+        if adopt is not None:
+            self.watch.adopted()
+            with torch.no_grad():
+                for tensor in self.model.parameters():
+                    tensor.copy_(adopt(tensor))
+        self.watch.boundary_over()
+
+    def train(self, adopt: Callable[[Tensor], Tensor], at: Container[int]) -> None:
+        """Makes 30 steps, and adopts after those with these numbers."""
+        for number in range(30):
+            self.step(adopt if number in at else None)
+
+
+class MasterSGD(torch.optim.SGD):
+    """SGD on float32 copies of its own, which it writes over the parameters at each step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=1e-3)
+        self.masters = [p.detach().float().clone() for p in model.parameters()]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for master, parameter in zip(self.masters, self.param_groups[0]["params"], strict=True):
+            master -= 1e-3 * parameter.grad.float()
+            parameter.copy_(master)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_with_master_weights_is_named(dtype: torch.dtype) -> None:
+    """Holds `WeightWatch.stepped`."""
+    model = small(dtype=dtype)
+    watched = Watched(model, MasterSGD(model))
+    with pytest.raises(LocalProtocolError, match=r"master weights.*torch\.autocast"):
+        watched.train(lambda tensor: tensor * 0.9, at=range(2, 30, 3))
+    model = small()
+    Watched(model, MasterSGD(model)).train(lambda tensor: tensor * 0.9, at=[9])
+
+
+@pytest.mark.parametrize("lr", [1e-3, 0.1])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_honest_optimizer_is_not_blamed(kind: Any, lr: float, dtype: torch.dtype) -> None:
+    """Holds `WeightWatch.stepped`."""
+    model = small(dtype=dtype)
+    watched = Watched(model, kind(model.parameters(), lr=lr))
+    watched.train(lambda tensor: tensor + 0.02 * torch.randn_like(tensor), at=range(0, 30, 3))
+    assert all(tensor.isfinite().all() for tensor in model.parameters())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_step_that_leads_back_by_chance_is_not_blamed(kind: Any) -> None:
+    """To adopt what was one step ago makes the next step go where we were."""
+    model = small()
+    watched = Watched(model, kind(model.parameters(), lr=1e-2))
+    for step in range(12):
+        past = iter([tensor.detach().clone() for tensor in model.parameters()])
+
+        def back(_: Tensor, past: Iterator[Tensor] = past) -> Tensor:
+            return next(past)
+
+        watched.step(back if step % 3 == 2 else None)
+    assert watched.watch._kept == 0, "none of these adoptions is long enough to be judged"
+
+
+def test_the_elements_that_are_watched_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one costs a few kernels on a GPU, and time of the training loop everywhere."""
+    watched = Watched(small())
+    found: list[Tensor] = []
+    watched.step()
+    monkeypatch.setattr(weights, "_elements", found.append)
+    watched.step()
+    assert not found
+
+
+def test_averaged_weights_that_are_left_in_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    """Holds `WeightWatch.before_step`."""
+    watched = Watched(small())
+    own = [tensor.detach().clone() for tensor in watched.model.parameters()]
+    watched.step()
+
+    def swap_in(values: list[Tensor]) -> None:
+        with torch.no_grad():
+            for tensor, value in zip(watched.model.parameters(), values, strict=True):
+                tensor.copy_(value)
+
+    trained = [tensor.detach().clone() for tensor in watched.model.parameters()]
+    swap_in(own)
+    swap_in(trained)
+    watched.step()
+    assert not caplog.records, "swapped in and back"
+    for _ in range(2):
+        swap_in(own)
+        watched.step()
+    (line,) = caplog.messages
+    assert "swap them back" in line
+    caplog.clear()
+    model = small()
+    moved = Watched(model)
+    moved.step()
+    model.head.weight.data = torch.zeros(model.head.weight.shape)
+    moved.step()
+    assert len(caplog.records) == 1, "other memory is another value, too"
+
+
+def test_buffers_that_change_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Holds `WeightWatch.look_at_buffers`."""
+    model = small()
+    watched = Watched(model)
+    model.cache.fill_(9)  # Not persistent.
+    watched.step()
+    assert not caplog.records
+    model.offset.fill_(9)
+    for _ in range(2):
+        watched.watch.look_at_buffers()
+    (line,) = caplog.messages
+    assert "do not travel" in line and "offset" in line
+
+
+def test_parameters_that_train_and_do_not_travel_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Holds `WeightWatch.start`."""
+    model = small()
+    model.hidden.requires_grad_(False)
+    watched = Watched(model)
+    watched.step()
+    model.hidden.requires_grad_(True)
+    with pytest.raises(LocalProtocolError, match=r"'hidden\.weight', 'hidden\.bias'"):
+        watched.step()
+    late = WeightWatch(Parameters(small()), [watched.optimizer])
+    with pytest.raises(LocalProtocolError, match="no parameter of this model"):
+        late.start()
+    outside = nn.Parameter(torch.ones(3))
+    whole = small()
+    Watched(whole, torch.optim.SGD([*whole.parameters(), outside], lr=0.1)).step()
+    (line,) = caplog.messages
+    assert "shape (3,) outside of the model" in line
