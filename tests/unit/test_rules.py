@@ -218,6 +218,27 @@ def test_no_line_of_a_document_is_too_long() -> None:
             assert len(line) <= 100, f"{page.name}:{number}"
 
 
+def definitions(path: Path) -> set[str]:
+    """Functions and classes of a module, and `Class.method` of their methods."""
+    module = ast.parse(path.read_text())
+    classes = [each for each in module.body if isinstance(each, ast.ClassDef)]
+    return {
+        prefix + each.name
+        for prefix, body in [("", module.body), *((f"{own.name}.", own.body) for own in classes)]
+        for each in body
+        if isinstance(each, ast.ClassDef | ast.FunctionDef)
+    }
+
+
+def test_the_tour_names_files_that_define_what_it_says() -> None:
+    section = re.compile(r"^## One push, station by station\n(.*?)^## ", re.M | re.S)
+    (tour,) = section.findall((ROOT / "docs" / "design.md").read_text())
+    places = re.findall(r"`([\w/]+\.py)`:((?:\s+`[\w.]+`,?)+)", tour)
+    assert len(places) == tour.count(".py`")
+    for file, names in places:
+        assert set(re.findall(r"`(.*?)`", names)) <= definitions(ROOT / file), f"{file}: {names}"
+
+
 def test_the_table_of_error_codes_is_that_of_the_code() -> None:
     rows = [[f"`{each}`", each.meaning, each.remedy or "as the message says"] for each in ErrorCode]
     assert [*tables("code", (ROOT / "docs" / "operations.md").read_text())] == rows
