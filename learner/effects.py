@@ -52,6 +52,9 @@ class Adopt(NamedTuple):
     """Apply the rule of island.py to the parameters at this boundary:
 
     params = new + keep * (params - old + push) - (0 if merged else push)
+
+    With keep 0 and no push that is `params = new`, whatever they were: the first adoption, another
+    history, parameters that are not finite, the end.
     """
 
     fragment: int
@@ -62,8 +65,6 @@ class Adopt(NamedTuple):
     keep: float
     merged: bool
     """The versions since the old copy hold the waiting push."""
-    overwrite: bool
-    """params = new, whatever they were: first adoption, another history, not finite, the end."""
 
 
 class Note(NamedTuple):
@@ -88,20 +89,13 @@ class Move(NamedTuple):
     rule: Adoption
 
 
-class Overwrite(NamedTuple):
-    """Make the parameters of a fragment equal to a copy, then call `adopted`."""
-
-    effect: Adopt
-    fragment: Fragment
-    new: Copy
-
-
 class TakeSnapshot(NamedTuple):
-    """Copy the parameters of a fragment, which stand on `base`, then call `snapshot_taken`."""
+    """Copy the parameters of a fragment, which stand on a published copy, then call
+    `snapshot_taken`."""
 
     effect: Snapshot
     fragment: Fragment
-    base: Copy
+    published: Copy
 
 
 class Read(NamedTuple):
@@ -110,4 +104,4 @@ class Read(NamedTuple):
     fragment: Fragment
 
 
-Task: TypeAlias = Move | Overwrite | TakeSnapshot | Read
+Task: TypeAlias = Move | TakeSnapshot | Read

@@ -70,7 +70,7 @@ class Exchange:
         tells_at = math.inf
         while True:
             now = time.monotonic()
-            self._boundary.perform(self.link.host.join, now)
+            self._boundary.perform(self._session.join, now)
             if session.joined:
                 return
             self.link.raise_error()
@@ -125,14 +125,14 @@ class Exchange:
         with self.link.lock:
             self.link.raise_error()
             now = time.monotonic()
-            self._boundary.perform(lambda: self.link.host.boundary(tokens, loss, now), now)
+            self._boundary.perform(lambda: self._session.boundary(tokens, loss, now), now)
             while self._session.must_wait(time.monotonic()):
                 self._wait()
 
     def set_paused(self, reason: str | None) -> None:
         """No steps are made for a while; None: they are made again."""
         with self.link.lock:
-            self._boundary.perform(lambda: self.link.host.pause(reason), time.monotonic())
+            self._boundary.perform(lambda: self._session.pause(reason), time.monotonic())
 
     def finish(self, timeout_s: float | None) -> None:
         """Leaves: with the final model if the run has ended. Raises Unfinished, Refused."""
@@ -140,7 +140,7 @@ class Exchange:
         session = self._session
         with self.link.lock:
             now = time.monotonic()
-            self._boundary.perform(lambda: self.link.host.leave(now), now)
+            self._boundary.perform(lambda: session.leave(now), now)
             while not session.ended and time.monotonic() < until:
                 self._wait()
         self.abort(linger_s=1.0)
@@ -172,4 +172,4 @@ class Exchange:
         """Lets the background thread go on, and adopts what has come."""
         self.link.lock.wait(LOOK_S)
         self.link.raise_error()
-        self._boundary.perform(self.link.host.join, time.monotonic())
+        self._boundary.perform(self._session.join, time.monotonic())

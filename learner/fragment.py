@@ -262,15 +262,16 @@ class FragmentSession:
     def adopt(self, keep: float, *, final: bool = False) -> Adopt:
         """Moves the parameters to the tip; `final` makes them equal to it, whatever they were."""
         assert self.tip >= 0, self
-        merged = self.pushed is Pushed.MERGED
-        overwrite = final or self.standing is Standing.ADRIFT
-        if overwrite:
+        if final or self.standing is Standing.ADRIFT:
             keep = 0.0
-        effect = Adopt(self.index, self.tip, self.push_id, keep, merged, overwrite)
+            if self.pushed is not Pushed.MERGED:  # Its work is overwritten, too.
+                self._settle()
+        merged = self.pushed is Pushed.MERGED
+        effect = Adopt(self.index, self.tip, self.push_id, keep, merged)
         if keep == 0:
             self.lost_tokens += self.tokens
             self.tokens = self.steps = 0
-        if merged or overwrite:
+        if merged:
             self._settle()
         self.base = self.tip
         self.standing = Standing.FINAL if final else Standing.BASED

@@ -15,15 +15,16 @@ Encoding runs on a stream beside that of training, in the order of these rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from narrows.learner.island import HostIsland, HostSnapshot, ParameterSource
+from narrows.learner.island import HostIsland, ParameterSource, encode_on_host
 from narrows.proto.codec import (
     F32,
     LIMITS,
@@ -36,7 +37,7 @@ from narrows.proto.codec import (
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 from narrows.proto.layout import Fragment
 from narrows.proto.messages import RunSettings
-from narrows.proto.ports import Adoption, CodedPush, Copy, IslandSnapshot
+from narrows.proto.ports import Adoption, CodedPush, Copy
 
 DEVICE_BLOCK: Final = 1 << 24
 """Elements coded at once on a GPU: enough to fill it, few enough to bound the memory that coding
@@ -62,17 +63,20 @@ class TorchIsland(HostIsland):
             return copy
         return replace(copy, rounded=to_device(copy.rounded, device))
 
-    def snapshot(self, fragment: Fragment, published: Copy) -> IslandSnapshot:
+    def snapshot(
+        self, fragment: Fragment, published: Copy, base: int, settings: RunSettings
+    ) -> Callable[[], CodedPush]:
         """Copies the parameters where they are; a GPU's copy is not waited for."""
         if not isinstance(published.rounded, Tensor):
-            return super().snapshot(fragment, published)
+            return super().snapshot(fragment, published, base, settings)
         views = self._views(fragment)
         local = torch.cat([view.reshape(-1).to(torch.float32) for view in views])
         ready = None
         if local.is_cuda:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream(local.device))
-        return DeviceSnapshot(published.rounded, local, ready)
+        pair = DeviceSnapshot(published.rounded, local, ready)
+        return partial(pair.encode, fragment, base, settings)
 
     def adopt(self, fragment: Fragment, rule: Adoption) -> None:
         """Moves the parameters in place, where they are."""
@@ -119,8 +123,10 @@ class DeviceSnapshot:
                 self.published.record_stream(stream)
             if codec not in LIMITS:
                 whole = DeviceCodes(np.ones(len(fragment.pieces), np.float32), self._values())
-                host = HostSnapshot(self.published.cpu().numpy(), self.local.cpu().numpy())
-                return replace(host.encode(fragment, base, settings), on_device=whole)
+                published = self.published.cpu().numpy()
+                local = self.local.cpu().numpy()
+                push = encode_on_host(fragment, published, local, base, settings)
+                return replace(push, on_device=whole)
             scales = self._scales(fragment, settings.push_rho)
             codes = self._codes(fragment, scales, LIMITS[codec])
             # Pinned memory, kept by torch for the next time: several times as fast as pageable.

@@ -538,7 +538,7 @@ def test_a_copy_that_a_relay_has_altered_is_noticed_and_its_difference_is_no_wor
     seat.state(0, 2)
     seat.told(heads=(2, 0), digests=(1002, 1000))
     seat.step()
-    assert [(each.version, each.overwrite) for each in seat.take(Adopt)] == [(2, True)]
+    assert [each.version for each in seat.take(Adopt)] == [2]
     assert not seat.noted()
 
 
@@ -624,7 +624,7 @@ def test_a_learner_of_another_history_goes_back_and_says_so() -> None:
     seat.step(8)
     seat.state(0, 1)
     seat.step(8)
-    assert seat.take(Adopt) == [Adopt(0, 1, 0, 0.0, merged=False, overwrite=True)]
+    assert seat.take(Adopt) == [Adopt(0, 1, 0, 0.0, merged=False)]
     assert seat.session.lost_tokens == (8 + 8 + 8) // 2
 
 
@@ -643,7 +643,7 @@ def test_a_learner_goes_back_if_its_copy_was_damaged_when_the_new_life_compared(
     assert seat.sent(msg.Report)[-1].bases == (-1, 0)
     seat.state(0, 0)
     seat.step()
-    assert [(each.version, each.overwrite) for each in seat.take(Adopt)] == [(0, True)]
+    assert [each.version for each in seat.take(Adopt)] == [0]
 
 
 def test_a_damaged_copy_is_replaced_by_an_older_one_and_what_follows() -> None:
@@ -675,7 +675,7 @@ def test_within_one_life_a_publication_may_overtake_a_welcome() -> None:
     seat.publish(0, 1)
     seat.welcome(heads=(0, 0), go_back=(0,))
     seat.step()
-    assert [(each.version, each.overwrite) for each in seat.take(Adopt)] == [(1, False)]
+    assert [each.version for each in seat.take(Adopt)] == [1]
 
 
 def test_a_copy_of_the_old_life_is_not_taken_after_the_new_one_has_spoken() -> None:
@@ -741,14 +741,14 @@ def test_an_adoption_keeps_half_and_says_whether_the_push_is_merged() -> None:
     seat.publish(1, 1)
     seat.step()
     assert seat.take(Adopt) == [
-        Adopt(0, 1, 1, 0.5, merged=True, overwrite=False),
-        Adopt(1, 1, 2, 0.5, merged=False, overwrite=False),
+        Adopt(0, 1, 1, 0.5, merged=True),
+        Adopt(1, 1, 2, 0.5, merged=False),
     ]
     assert [part.push_id for part in seat.session.parts] == [0, 2]
     assert (seat.session.merged_tokens, seat.session.lost_tokens) == (4, 0), "half of the model"
     seat.publish(1, 2, 2)
     seat.step()
-    assert seat.take(Adopt) == [Adopt(1, 2, 2, 0.5, merged=True, overwrite=False)]
+    assert seat.take(Adopt) == [Adopt(1, 2, 2, 0.5, merged=True)]
 
 
 def test_no_round_is_open_as_far_as_a_learner_knows_that_is_cut_off() -> None:
@@ -773,7 +773,7 @@ def test_a_slow_learner_pushes_at_every_boundary_and_keeps_everything() -> None:
     seat.publish(0, 2, 1)
     seat.step(after_s=2.0)
     # Two versions behind at each of its steps, and that is no absence.
-    assert seat.take(Adopt) == [Adopt(0, 2, 1, 1.0, merged=True, overwrite=False)]
+    assert seat.take(Adopt) == [Adopt(0, 2, 1, 1.0, merged=True)]
     assert [each.base for each in seat.take(Snapshot) if each.fragment == 0] == [2]
 
 
@@ -788,7 +788,7 @@ def test_work_of_an_absence_is_given_up_but_its_waiting_push_is_not() -> None:
             seat.step(10)
         assert seat.noted() == ["given_up"], "once for an absence, whatever the fragments"
     first = seat.take(Adopt)[0]
-    assert first == Adopt(0, 2, 1, 0.0, merged=False, overwrite=False)
+    assert first == Adopt(0, 2, 1, 0.0, merged=False)
     assert seat.session.parts[0].push_id == 1 and seat.session.parts[0].lost_tokens > 9 + 10
 
 
@@ -956,7 +956,7 @@ def test_a_run_that_ends_hears_at_once_what_is_finished_and_bye_when_all_is_fina
     seat.told(phase=Phase.ENDED, heads=(2, 1))
     for fragment, version in ((1, 1), (0, 2)):
         seat.rest()
-        assert seat.take(Adopt) == [Adopt(fragment, version, 0, 0.0, merged=False, overwrite=True)]
+        assert seat.take(Adopt) == [Adopt(fragment, version, 0, 0.0, merged=False)]
         seat.publish(0, 2)
     assert seat.session.final and seat.sent(msg.Bye) == [msg.Bye("the run has ended")]
 
