@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from narrows.learner.boundary import Boundary
 from narrows.learner.island import warm_up
-from narrows.learner.link import Link
+from narrows.learner.link import Link, Stall
 from narrows.learner.session import Session
 from narrows.proto.codec import uncached_advice
 from narrows.proto.errors import BrokerUnreachable, NarrowsError, Unfinished, printable
@@ -64,8 +64,7 @@ class Exchange:
     def _await_model(self) -> None:
         """Adopts what comes until the parameters stand on the run, and tells what is missing."""
         session = self._session
-        moved_at = time.monotonic()
-        moved = 0
+        stall = Stall(self._join_timeout_s)
         told = (logging.NOTSET, "")
         tells_at = math.inf
         while True:
@@ -84,11 +83,8 @@ class Exchange:
                 tells_at = math.inf
             # Who waits for version 0 of another learner does so as long as the broker answers.
             awaits_seed = session.connected and not session.beat.heads
-            newest = self.link.sent + self.link.received
-            if newest != moved or (awaits_seed and not len(self.link.host.sender)):
-                moved_at = now
-                moved = newest
-            if now > moved_at + self._join_timeout_s:
+            is_due = not awaits_seed or len(self.link.host.sender) > 0
+            if stall.look(is_due, self.link.sent + self.link.received, now):
                 raise self._unreachable()
             self.link.lock.wait(LOOK_S)
 

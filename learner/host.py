@@ -29,7 +29,7 @@ from narrows.proto.codec import (
     recut,
     values_of,
 )
-from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
+from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError, bad_input
 from narrows.proto.flow import Sender
 from narrows.proto.layout import Fragment, check_layout, differences
 from narrows.proto.messages import LOSSLESS, DataKind, Header
@@ -360,20 +360,14 @@ class LearnerHost:
 def _checked_header(frames: list[bytes]) -> Header:
     """The header of a data message whose payload is what was sent. Raises RemoteProtocolError."""
     if len(frames) != 3:
-        got = str(len(frames))
-        raise RemoteProtocolError(
-            ErrorCode.BAD_MESSAGE, "data message", expected="3 frames", got=got
-        )
+        raise bad_input("data message", "3 frames", len(frames))
     _, encoded, payload = frames
     header = wire.decode_header(encoded)
     digest = wire.digest(payload)
     if digest != header.payload_digest:
-        raise RemoteProtocolError(
-            ErrorCode.BAD_DIGEST,
-            f"payload of chunk {header.chunk} of fragment {header.fragment}",
-            expected=f"{header.payload_digest:016x}",
-            got=f"{digest:016x}",
-        )
+        what = f"payload of chunk {header.chunk} of fragment {header.fragment}"
+        expected = f"{header.payload_digest:016x}"
+        raise bad_input(what, expected, f"{digest:016x}", ErrorCode.BAD_DIGEST)
     return header
 
 
