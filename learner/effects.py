@@ -1,6 +1,7 @@
 """The decisions of a learner's session: effects for its host, tasks for the training thread.
 
 A session is ahead of its effects when they are performed, so an effect carries all that it needs.
+A control message is an effect by itself: it is sent to the broker.
 Two effects touch parameters. Of these the host makes tasks, complete with the copies that they
 need, and learner/boundary.py performs them on the training thread.
 """
@@ -12,12 +13,6 @@ from typing import NamedTuple, TypeAlias
 from narrows.proto.layout import Fragment
 from narrows.proto.messages import ControlMessage, DataKind, Ranges
 from narrows.proto.ports import Adoption, Copy
-
-
-class Send(NamedTuple):
-    """Send a control message to the broker."""
-
-    message: ControlMessage
 
 
 class SendChunks(NamedTuple):
@@ -75,7 +70,7 @@ class Note(NamedTuple):
     warning: bool = True
 
 
-Effect: TypeAlias = Send | SendChunks | Assemble | Snapshot | Adopt | Note
+Effect: TypeAlias = ControlMessage | SendChunks | Assemble | Snapshot | Adopt | Note
 
 
 # What the training thread does at a boundary, in this order. It hands each result to the host.

@@ -216,16 +216,16 @@ class LearnerHost:
             match effect := session.effects[0]:
                 case do.Adopt() | do.Snapshot():
                     return  # The training thread is about to do it; what follows waits for that.
-                case do.Send(message):
-                    frames = wire.encode_control(message)
-                    self.sender.charge([len(frame) for frame in frames], now)
-                    self._wires.control("", frames)
                 case do.SendChunks():
                     self._send_chunks(effect)
                 case do.Assemble():
                     self._assemble(effect)
                 case do.Note():
                     self.noted(effect)
+                case message:
+                    frames = wire.encode_control(message)
+                    self.sender.charge([len(frame) for frame in frames], now)
+                    self._wires.control("", frames)
             del session.effects[0]  # Not sooner: an exception may come between any two lines.
         self._drop_pushes()
         self._drop_payloads()

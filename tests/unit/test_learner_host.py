@@ -18,7 +18,7 @@ from narrows.bench.sim.checkers import Wrong
 from narrows.bench.sim.run import ENTRIES, LAYOUT, TOKENS, Plan, Run, Site, Walk
 from narrows.broker.config import load_broker
 from narrows.learner.boundary import Boundary
-from narrows.learner.effects import Adopt, Move, Note, Send, TakeSnapshot, Task
+from narrows.learner.effects import Adopt, Move, Note, TakeSnapshot, Task
 from narrows.learner.fragment import Pushed
 from narrows.learner.host import LearnerHost
 from narrows.proto import messages as msg
@@ -274,7 +274,7 @@ def test_what_follows_an_adoption_waits_for_it_while_the_loop_goes_on(tmp_path: 
         stage.host.lost(now)  # Now the loop has something to say.
         stage.host.turn(now)
         kinds.update(map(type, tasks))
-        waits = any(isinstance(each, Send) for each in stage.host.session.effects)
+        waits = any(isinstance(each, msg.Hello) for each in stage.host.session.effects)
         assert waits or not tasks, "it is said too soon"
         return tasks
 
