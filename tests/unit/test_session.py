@@ -111,6 +111,11 @@ class Seat:
         self.done()
         return wanted
 
+    def chunks(self, kind: DataKind, fragment: int, version: int) -> None:
+        """All chunks of a transfer arrive."""
+        for chunk in range(CHUNKS):
+            self.chunk(kind, fragment, version, chunk)
+
     def assemble(self, *, push_id: int = 0, merged: tuple[int, ...] = ()) -> None:
         """The host makes the copies that it was asked for. `merged`: ids of our pushes in it."""
         for kind, fragment, version in self.take(Assemble):
@@ -121,20 +126,17 @@ class Seat:
 
     def publish(self, fragment: int, version: int, *merged: int) -> None:
         """A whole publication arrives, and its copy is made."""
-        for chunk in range(CHUNKS):
-            self.chunk(DataKind.PUBLICATION, fragment, version, chunk)
+        self.chunks(PUBLICATION, fragment, version)
         self.assemble(merged=merged)
 
     def state(self, fragment: int, version: int, push_id: int = 0) -> None:
         """A whole state arrives, and its copy is made."""
-        for chunk in range(CHUNKS):
-            self.chunk(DataKind.STATE, fragment, version, chunk)
+        self.chunks(STATE, fragment, version)
         self.assemble(push_id=push_id)
 
     def damage(self, fragment: int, version: int, wait_s: float = 1.0) -> None:
         """A publication arrives, and its copy has another digest; then this time is over."""
-        for chunk in range(CHUNKS):
-            self.chunk(PUBLICATION, fragment, version, chunk)
+        self.chunks(PUBLICATION, fragment, version)
         assert self.made() == 1
         self.wait(wait_s)
 
@@ -456,8 +458,7 @@ def test_all_fragments_together_ask_for_one_window() -> None:
     assert [each.fragment for each in seat.take(msg.Fetch)] == [0]
     seat.wait(0.5)
     assert not seat.take(msg.Fetch)
-    for chunk in range(CHUNKS):
-        seat.chunk(STATE, 0, 0, chunk)
+    seat.chunks(STATE, 0, 0)
     assert sum(count for f in seat.take(msg.Fetch) for _, count in f.chunks) == CHUNKS
 
 
@@ -467,8 +468,7 @@ def test_all_fragments_together_ask_for_one_window() -> None:
 def test_a_copy_that_this_machine_cannot_make_is_tried_again_and_is_no_damage() -> None:
     seat = joined()
     seat.told(heads=(1, 0))
-    for chunk in range(CHUNKS):
-        seat.chunk(PUBLICATION, 0, 1, chunk)
+    seat.chunks(PUBLICATION, 0, 1)
     seat.chunk(PUBLICATION, 0, 2)
     for pause_s in (1, 2, 4, 8, 16, 32, 60, 60):
         assert seat.made(failure=f"OutOfMemoryError: {pause_s} bytes are left") == 1
@@ -486,8 +486,7 @@ def test_a_copy_that_this_machine_cannot_make_is_tried_again_and_is_no_damage() 
     assert {each.kind for each in seat.take(msg.Fetch)} == {STATE}, "19 versions are missing"
     seat.state(0, 20)
     seat.publish(0, 21)
-    for chunk in range(CHUNKS):
-        seat.chunk(PUBLICATION, 0, 22, chunk)
+    seat.chunks(PUBLICATION, 0, 22)
     assert seat.made(failure="OutOfMemoryError: again") == 1
     assert seat.noted() == ["assembly_failed"], "it had worked in between"
 
@@ -673,8 +672,7 @@ def test_within_one_life_a_publication_may_overtake_a_welcome() -> None:
 
 def test_a_copy_of_the_old_life_is_not_taken_after_the_new_one_has_spoken() -> None:
     seat = joined()
-    for chunk in range(CHUNKS):
-        seat.chunk(PUBLICATION, 0, 1, chunk)
+    seat.chunks(PUBLICATION, 0, 1)
     header = seat.header(PUBLICATION, 0, 1)
     seat.restart()
     seat.welcome(heads=(1, 0))
@@ -686,8 +684,7 @@ def test_a_copy_of_the_old_life_is_not_taken_after_the_new_one_has_spoken() -> N
 
 def test_a_copy_that_was_completed_after_the_hello_is_compared_by_another_one() -> None:
     seat = joined()
-    for chunk in range(CHUNKS):
-        seat.chunk(PUBLICATION, 0, 1, chunk)
+    seat.chunks(PUBLICATION, 0, 1)
     seat.session.lost(seat.now)
     seat.done()
     seat.assemble()
@@ -1037,10 +1034,7 @@ def test_who_trains_on_after_an_end_with_a_larger_goal_leaves_like_anybody() -> 
 
 def test_a_push_without_an_outcome_is_announced_again() -> None:
     """The broker drops what is above a quota, and would wait for the announcement for ever."""
-    seat = joined()
-    seat.told(collecting=(0,))
-    seat.step()
-    seat.encode()
+    seat = waiting()
     (announced,) = seat.take(msg.Push)
     repeated: list[tuple[int, msg.Push]] = []
     for second in range(1, 25):
