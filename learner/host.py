@@ -138,7 +138,8 @@ class LearnerHost:
                     tasks.append(do.TakeSnapshot(effect, self._fragment(index), bases[index]))
                 case do.Adopt(index):
                     new = self.tips[index]
-                    old = bases.get(index, new)  # A first adoption keeps nothing of the old.
+                    # An adoption that keeps nothing, such as the first, needs no old copy.
+                    old = bases[index] if effect.keep > 0 else new
                     bases[index] = new
                     push = self.pushes[index, effect.push_id] if effect.push_id else None
                     rule = Adoption(old, new, push, effect.keep, effect.merged)

@@ -249,7 +249,7 @@ class Session:
             except NarrowsError as error:
                 self.refuse(error.code, error)
                 return
-            self.parts = tuple(FragmentSession(each, self.incarnation, settings) for each in table)
+            self.parts = tuple(FragmentSession(each, settings) for each in table)
         if is_new_life and self.epoch and self._hello_copies != self._copies():
             # A copy was completed after the Hello that this answers: the broker has not compared
             # it with its history yet.
@@ -409,7 +409,7 @@ class Session:
                 f" in {part.pause_s:g} s",
             )
             return False
-        part.assembled(header)
+        part.assembled(header, self.incarnation)
         if part.pushed is Pushed.MERGED:
             self._moved_at = now
         self._drop_altered(part, now)
