@@ -1,9 +1,9 @@
 """The training thread's part between two inner steps: performs what the host asks for.
 
-Nobody else touches parameters. A host answers each call with tasks; this module performs them one
-by one and hands each result back. After the last one the host lets go what waited for them, such
-as the Report of a new base. An exception may come out of the middle, as that of a signal or of a
-full GPU: then the session hears what was not done, and the exception goes on.
+Nobody else touches parameters. The session decides, and its host makes tasks of that; this module
+performs them one by one and hands each result back. After the last one the host lets go what waited
+for them, such as the Report of a new base. An exception may come out of the middle, as that of a
+signal or of a full GPU: then the session hears what was not done, and the exception goes on.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class Boundary:
         self.adopting: Callable[[do.Adopt], None] = lambda effect: None
         self._host = host
 
-    def perform(self, decide: Callable[[], list[do.Task]], now: float) -> None:
-        """`decide` calls the host, whose answer is performed. The exchange takes no other time from
-        training. The caller holds the learner's lock."""
+    def perform(self, decide: Callable[[], None], now: float) -> None:
+        """`decide` calls the session; the host makes tasks of its decisions, which are performed.
+        The exchange takes no other time from training. The caller holds the learner's lock."""
         decided = False
         try:
-            tasks = decide()
+            decide()
             decided = True
-            for task in tasks:
+            for task in self._host.tasks():
                 self._do(task)
-            self._host.exchanged(now)
+            self._host.perform(now)
         except BaseException as error:
             self._host.session.broken_off(type(error).__name__, decided=decided)
             raise
@@ -46,11 +46,9 @@ class Boundary:
                 self.adopting(effect)
                 host.island.adopt(fragment, rule)
                 host.adopted(effect, rule.new)
-            case do.Overwrite(effect, fragment, new):
-                self.adopting(effect)
-                host.island.overwrite(fragment, new)
-                host.adopted(effect, new)
-            case do.TakeSnapshot(effect, fragment, base):
-                host.snapshot_taken(effect, host.island.snapshot(fragment, base))
+            case do.TakeSnapshot(effect, fragment, published):
+                settings = host.session.settings
+                work = host.island.snapshot(fragment, published, effect.base, settings)
+                host.snapshot_taken(effect, work)
             case do.Read(fragment):
                 host.seed_read(fragment, host.island.read(fragment))

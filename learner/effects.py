@@ -1,6 +1,7 @@
 """The decisions of a learner's session: effects for its host, tasks for the training thread.
 
 A session is ahead of its effects when they are performed, so an effect carries all that it needs.
+A control message is an effect by itself: it is sent to the broker.
 Two effects touch parameters. Of these the host makes tasks, complete with the copies that they
 need, and learner/boundary.py performs them on the training thread.
 """
@@ -12,12 +13,6 @@ from typing import NamedTuple, TypeAlias
 from narrows.proto.layout import Fragment
 from narrows.proto.messages import ControlMessage, DataKind, Ranges
 from narrows.proto.ports import Adoption, Copy
-
-
-class Send(NamedTuple):
-    """Send a control message to the broker."""
-
-    message: ControlMessage
 
 
 class SendChunks(NamedTuple):
@@ -52,6 +47,9 @@ class Adopt(NamedTuple):
     """Apply the rule of island.py to the parameters at this boundary:
 
     params = new + keep * (params - old + push) - (0 if merged else push)
+
+    With keep 0 and no push that is `params = new`, whatever they were: the first adoption, another
+    history, parameters that are not finite, the end.
     """
 
     fragment: int
@@ -62,8 +60,6 @@ class Adopt(NamedTuple):
     keep: float
     merged: bool
     """The versions since the old copy hold the waiting push."""
-    overwrite: bool
-    """params = new, whatever they were: first adoption, another history, not finite, the end."""
 
 
 class Note(NamedTuple):
@@ -74,7 +70,7 @@ class Note(NamedTuple):
     warning: bool = True
 
 
-Effect: TypeAlias = Send | SendChunks | Assemble | Snapshot | Adopt | Note
+Effect: TypeAlias = ControlMessage | SendChunks | Assemble | Snapshot | Adopt | Note
 
 
 # What the training thread does at a boundary, in this order. It hands each result to the host.
@@ -88,20 +84,13 @@ class Move(NamedTuple):
     rule: Adoption
 
 
-class Overwrite(NamedTuple):
-    """Make the parameters of a fragment equal to a copy, then call `adopted`."""
-
-    effect: Adopt
-    fragment: Fragment
-    new: Copy
-
-
 class TakeSnapshot(NamedTuple):
-    """Copy the parameters of a fragment, which stand on `base`, then call `snapshot_taken`."""
+    """Copy the parameters of a fragment, which stand on a published copy, then call
+    `snapshot_taken`."""
 
     effect: Snapshot
     fragment: Fragment
-    base: Copy
+    published: Copy
 
 
 class Read(NamedTuple):
@@ -110,4 +99,4 @@ class Read(NamedTuple):
     fragment: Fragment
 
 
-Task: TypeAlias = Move | Overwrite | TakeSnapshot | Read
+Task: TypeAlias = Move | TakeSnapshot | Read

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from narrows.learner.boundary import Boundary
 from narrows.learner.island import warm_up
-from narrows.learner.link import Link
+from narrows.learner.link import Link, Stall
 from narrows.learner.session import Session
 from narrows.proto.codec import uncached_advice
 from narrows.proto.errors import BrokerUnreachable, NarrowsError, Unfinished, printable
@@ -64,13 +64,12 @@ class Exchange:
     def _await_model(self) -> None:
         """Adopts what comes until the parameters stand on the run, and tells what is missing."""
         session = self._session
-        moved_at = time.monotonic()
-        moved = 0
+        stall = Stall(self._join_timeout_s)
         told = (logging.NOTSET, "")
         tells_at = math.inf
         while True:
             now = time.monotonic()
-            self._boundary.perform(self.link.host.join, now)
+            self._boundary.perform(self._session.join, now)
             if session.joined:
                 return
             self.link.raise_error()
@@ -84,11 +83,8 @@ class Exchange:
                 tells_at = math.inf
             # Who waits for version 0 of another learner does so as long as the broker answers.
             awaits_seed = session.connected and not session.beat.heads
-            newest = self.link.sent + self.link.received
-            if newest != moved or (awaits_seed and not len(self.link.host.sender)):
-                moved_at = now
-                moved = newest
-            if now > moved_at + self._join_timeout_s:
+            is_due = not awaits_seed or len(self.link.host.sender) > 0
+            if stall.look(is_due, self.link.sent + self.link.received, now):
                 raise self._unreachable()
             self.link.lock.wait(LOOK_S)
 
@@ -125,14 +121,14 @@ class Exchange:
         with self.link.lock:
             self.link.raise_error()
             now = time.monotonic()
-            self._boundary.perform(lambda: self.link.host.boundary(tokens, loss, now), now)
+            self._boundary.perform(lambda: self._session.boundary(tokens, loss, now), now)
             while self._session.must_wait(time.monotonic()):
                 self._wait()
 
     def set_paused(self, reason: str | None) -> None:
         """No steps are made for a while; None: they are made again."""
         with self.link.lock:
-            self._boundary.perform(lambda: self.link.host.pause(reason), time.monotonic())
+            self._boundary.perform(lambda: self._session.pause(reason), time.monotonic())
 
     def finish(self, timeout_s: float | None) -> None:
         """Leaves: with the final model if the run has ended. Raises Unfinished, Refused."""
@@ -140,7 +136,7 @@ class Exchange:
         session = self._session
         with self.link.lock:
             now = time.monotonic()
-            self._boundary.perform(lambda: self.link.host.leave(now), now)
+            self._boundary.perform(lambda: session.leave(now), now)
             while not session.ended and time.monotonic() < until:
                 self._wait()
         self.abort(linger_s=1.0)
@@ -172,4 +168,4 @@ class Exchange:
         """Lets the background thread go on, and adopts what has come."""
         self.link.lock.wait(LOOK_S)
         self.link.raise_error()
-        self._boundary.perform(self.link.host.join, time.monotonic())
+        self._boundary.perform(self._session.join, time.monotonic())

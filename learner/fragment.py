@@ -68,7 +68,6 @@ class FragmentSession:
     """The state of one fragment at a learner; decides on copies and pushes, not on their time."""
 
     fragment: Fragment
-    incarnation: str
     settings: msg.RunSettings
     """As they are in this epoch."""
     standing: Standing = Standing.ADRIFT
@@ -159,9 +158,9 @@ class FragmentSession:
                 return Assemble(key.kind, self.index, key.version)
         return None
 
-    def assembled(self, header: msg.Header) -> None:
+    def assembled(self, header: msg.Header, incarnation: str) -> None:
         """The host has made the copy that it was asked for: it is the new tip. `header` is that of
-        chunk 0."""
+        chunk 0, `incarnation` is this learner's."""
         self.assembling = None
         self.trouble = ""
         self.tip = header.version
@@ -173,7 +172,7 @@ class FragmentSession:
         }
         self._drop_arriving_up_to(self.tip)
         # A state tells our newest push in it, a publication names all of its pushes.
-        own = msg.Contributor(self.incarnation, self.push_id)
+        own = msg.Contributor(incarnation, self.push_id)
         is_held = header.push_id >= self.push_id or own in header.contributors
         if is_held and self.pushed is Pushed.WAITING:
             self.pushed = Pushed.MERGED
@@ -262,15 +261,16 @@ class FragmentSession:
     def adopt(self, keep: float, *, final: bool = False) -> Adopt:
         """Moves the parameters to the tip; `final` makes them equal to it, whatever they were."""
         assert self.tip >= 0, self
-        merged = self.pushed is Pushed.MERGED
-        overwrite = final or self.standing is Standing.ADRIFT
-        if overwrite:
+        if final or self.standing is Standing.ADRIFT:
             keep = 0.0
-        effect = Adopt(self.index, self.tip, self.push_id, keep, merged, overwrite)
+            if self.pushed is not Pushed.MERGED:  # Its work is overwritten, too.
+                self._settle()
+        merged = self.pushed is Pushed.MERGED
+        effect = Adopt(self.index, self.tip, self.push_id, keep, merged)
         if keep == 0:
             self.lost_tokens += self.tokens
             self.tokens = self.steps = 0
-        if merged or overwrite:
+        if merged:
             self._settle()
         self.base = self.tip
         self.standing = Standing.FINAL if final else Standing.BASED

@@ -15,15 +15,16 @@ Encoding runs on a stream beside that of training, in the order of these rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from narrows.learner.island import HostIsland, HostSnapshot, ParameterSource
+from narrows.learner.island import HostIsland, ParameterSource, encode_on_host
 from narrows.proto.codec import (
     CODECS,
     F32,
@@ -36,7 +37,7 @@ from narrows.proto.codec import (
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 from narrows.proto.layout import Fragment
 from narrows.proto.messages import RunSettings
-from narrows.proto.ports import Adoption, CodedPush, Copy, IslandSnapshot
+from narrows.proto.ports import Adoption, CodedPush, Copy
 
 DEVICE_BLOCK: Final = 1 << 24
 """Elements coded at once on a GPU: enough to fill it, few enough to bound the memory that coding
@@ -62,17 +63,19 @@ class TorchIsland(HostIsland):
             return copy
         return replace(copy, rounded=to_device(copy.rounded, device))
 
-    def snapshot(self, fragment: Fragment, published: Copy) -> IslandSnapshot:
+    def snapshot(
+        self, fragment: Fragment, published: Copy, base: int, settings: RunSettings
+    ) -> Callable[[], CodedPush]:
         """Copies the parameters where they are; a GPU's copy is not waited for."""
         if not isinstance(published.rounded, Tensor):
-            return super().snapshot(fragment, published)
+            return super().snapshot(fragment, published, base, settings)
         views = self._views(fragment)
         local = torch.cat([view.reshape(-1).to(torch.float32) for view in views])
         ready = None
         if local.is_cuda:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream(local.device))
-        return DeviceSnapshot(published.rounded, local, ready)
+        return partial(encode_on_device, fragment, published.rounded, local, ready, base, settings)
 
     def adopt(self, fragment: Fragment, rule: Adoption) -> None:
         """Moves the parameters in place, where they are."""
@@ -98,71 +101,72 @@ class DeviceCodes(NamedTuple):
     """int8 (n,); of a lossless push its values, float32, with scales of 1."""
 
 
-@dataclass(frozen=True, eq=False)
-class DeviceSnapshot:
-    """Published copy and parameters, float32 (n,), on their device."""
+def encode_on_device(
+    fragment: Fragment,
+    published: Tensor,
+    local: Tensor,
+    ready: torch.cuda.Event | None,
+    base: int,
+    settings: RunSettings,
+) -> CodedPush:
+    """Codes `published - local`, float32 (n,) on their device, with the bits of `encode_on_host`;
+    only codes cross to the host. `ready` happens when `local` is complete."""
+    codec = settings.push_codec
+    size = settings.chunk_elements
+    stream = beside_training(local.device)
+    with torch.cuda.stream(stream):
+        if stream is not None and ready is not None:
+            stream.wait_event(ready)
+            local.record_stream(stream)
+            published.record_stream(stream)
+        if not CODECS[codec].coded:
+            whole = DeviceCodes(np.ones(len(fragment.pieces), np.float32), published - local)
+            push = encode_on_host(
+                fragment, published.cpu().numpy(), local.cpu().numpy(), base, settings
+            )
+            return replace(push, on_device=whole)
+        scales = _scales(fragment, published, local, settings.push_rho)
+        codes = _codes(fragment, published, local, scales, CODECS[codec].limit)
+        # Pinned memory, kept by torch for the next time: several times as fast as pageable.
+        in_host_memory = torch.empty(codes.shape, dtype=codes.dtype, pin_memory=codes.is_cuda)
+        in_host_memory.copy_(codes, non_blocking=True)
+        if stream is not None:
+            stream.synchronize()
+    chunks = tuple(encode_codes(fragment, codec, scales, in_host_memory.numpy(), size))
+    return CodedPush(base, codec, size, chunks, DeviceCodes(scales, codes))
 
-    published: Tensor
-    local: Tensor
-    ready: torch.cuda.Event | None
-    """Happens when `local` is complete; the training thread does not wait for it."""
 
-    def encode(self, fragment: Fragment, base: int, settings: RunSettings) -> CodedPush:
-        """As in host memory, and with the same bits; only codes cross to the host."""
-        codec = settings.push_codec
-        size = settings.chunk_elements
-        stream = beside_training(self.local.device)
-        with torch.cuda.stream(stream):
-            if stream is not None and self.ready is not None:
-                stream.wait_event(self.ready)
-                self.local.record_stream(stream)
-                self.published.record_stream(stream)
-            if not CODECS[codec].coded:
-                whole = DeviceCodes(np.ones(len(fragment.pieces), np.float32), self._values())
-                host = HostSnapshot(self.published.cpu().numpy(), self.local.cpu().numpy())
-                return replace(host.encode(fragment, base, settings), on_device=whole)
-            scales = self._scales(fragment, settings.push_rho)
-            codes = self._codes(fragment, scales, CODECS[codec].limit)
-            # Pinned memory, kept by torch for the next time: several times as fast as pageable.
-            in_host_memory = torch.empty(codes.shape, dtype=codes.dtype, pin_memory=codes.is_cuda)
-            in_host_memory.copy_(codes, non_blocking=True)
-            if stream is not None:
-                stream.synchronize()
-        chunks = tuple(encode_codes(fragment, codec, scales, in_host_memory.numpy(), size))
-        return CodedPush(base, codec, size, chunks, DeviceCodes(scales, codes))
+def _scales(fragment: Fragment, published: Tensor, local: Tensor, rho: float) -> F32:
+    places, bounds = sample_places(fragment.bounds, RMS_SAMPLES_MAX)
+    where = torch.from_numpy(places).to(local.device)
+    sampled = (published[where] - local[where]).cpu().numpy()
+    scales = piece_scales(sampled, bounds, rho).copy()
+    for piece in np.flatnonzero(scales == 0):
+        # A few large elements among zeros: the samples miss them, and they must travel.
+        span = slice(int(fragment.bounds[piece]), int(fragment.bounds[piece + 1]))
+        whole = (published[span] - local[span]).cpu().numpy()
+        scales[piece] = piece_scales(whole, np.array([0, whole.size]), rho)[0]
+    return read_only(scales)
 
-    def _values(self, places: slice | Tensor = slice(None)) -> Tensor:
-        return self.published[places] - self.local[places]
 
-    def _scales(self, fragment: Fragment, rho: float) -> F32:
-        places, bounds = sample_places(fragment.bounds, RMS_SAMPLES_MAX)
-        where = torch.from_numpy(places).to(self.local.device)
-        scales = piece_scales(self._values(where).cpu().numpy(), bounds, rho).copy()
-        for piece in np.flatnonzero(scales == 0):
-            # A few large elements among zeros: the samples miss them, and they must travel.
-            span = slice(int(fragment.bounds[piece]), int(fragment.bounds[piece + 1]))
-            whole = self._values(span).cpu().numpy()
-            scales[piece] = piece_scales(whole, np.array([0, whole.size]), rho)[0]
-        return read_only(scales)
-
-    def _codes(self, fragment: Fragment, scales: F32, limit: int) -> Tensor:
-        """int8 (n,) codes, block by block."""
-        device = self.local.device
-        codes = torch.empty(fragment.elements, dtype=torch.int8, device=device)
-        for index in range(fragment.chunk_count(DEVICE_BLOCK)):
-            offset, count = fragment.chunk(index, DEVICE_BLOCK)
-            pieces = fragment.pieces_of(offset, count)
-            own = torch.from_numpy(scales[pieces.start : pieces.stop].copy()).to(device)
-            lengths = torch.from_numpy(np.diff(fragment.spans(offset, count))).to(device)
-            steps = own.repeat_interleave(lengths, output_size=count)
-            value = self._values(slice(offset, offset + count))
-            if not torch.isfinite(value).all():
-                raise LocalProtocolError(
-                    ErrorCode.NOT_FINITE, "outer gradient", expected="finite", got="nan or inf"
-                )
-            inverse = torch.where(steps > 0, 1 / steps, torch.zeros_like(steps))
-            codes[offset : offset + count] = (value * inverse).clamp_(-limit, limit).round_()
-        return codes
+def _codes(fragment: Fragment, published: Tensor, local: Tensor, scales: F32, limit: int) -> Tensor:
+    """int8 (n,) codes, block by block."""
+    codes = torch.empty(fragment.elements, dtype=torch.int8, device=local.device)
+    for index in range(fragment.chunk_count(DEVICE_BLOCK)):
+        offset, count = fragment.chunk(index, DEVICE_BLOCK)
+        block = slice(offset, offset + count)
+        pieces = fragment.pieces_of(offset, count)
+        own = torch.from_numpy(scales[pieces.start : pieces.stop].copy()).to(local.device)
+        lengths = torch.from_numpy(np.diff(fragment.spans(offset, count))).to(local.device)
+        steps = own.repeat_interleave(lengths, output_size=count)
+        value = published[block] - local[block]
+        if not torch.isfinite(value).all():
+            raise LocalProtocolError(
+                ErrorCode.NOT_FINITE, "outer gradient", expected="finite", got="nan or inf"
+            )
+        inverse = torch.where(steps > 0, 1 / steps, torch.zeros_like(steps))
+        codes[block] = (value * inverse).clamp_(-limit, limit).round_()
+    return codes
 
 
 def adopt_on_device(fragment: Fragment, views: Sequence[Tensor], rule: Adoption) -> None:

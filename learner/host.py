@@ -1,9 +1,9 @@
 """Performs a learner's decisions over three ports: wires, a pool of workers, and an island.
 
 It has no socket, thread or clock of its own, so the simulator runs the same code. The caller holds
-the learner's lock in every call. The training thread calls `boundary`, `join`, `pause` and `leave`:
-they answer with tasks for the parameters, which learner/boundary.py performs before it hands the
-results back and calls `exchanged`. Everything else is called from the loop. To decode, digest,
+the learner's lock in every call. learner/boundary.py calls the session on the training thread, asks
+for the `tasks` that follow for the parameters, hands their results back, and then calls `perform`.
+Everything else is called from the loop. To decode, digest,
 encode and send belongs to the pool and the loop.
 """
 
@@ -33,14 +33,14 @@ from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError, f
 from narrows.proto.flow import Sender
 from narrows.proto.layout import Fragment, check_layout, differences
 from narrows.proto.messages import LOSSLESS, DataKind, Header
-from narrows.proto.ports import Adoption, CodedPush, Copy, Island, IslandSnapshot, Pool, Wires
+from narrows.proto.ports import Adoption, CodedPush, Copy, Island, Pool, Wires
 
 SENDS_PER_TURN: Final = 16
 """Data messages that leave before the training thread may have the lock."""
 
 
 class LearnerHost:
-    """One learner. `session` decides; read it, but change nothing there.
+    """One learner, whose `session` decides.
 
     Hooks, which a checker or a log replaces: `saw(header, published)` when a published copy is
     complete, `noted(note)` for each line of the log.
@@ -109,11 +109,11 @@ class LearnerHost:
         if self.session.chunk(header, now):
             key = (header.fragment, header.kind, header.version)
             self.payloads.setdefault(key, {})[header.chunk] = (header, frames[2])
-        self._perform(now)
+        self.perform(now)
 
     def turn(self, now: float) -> None:
         """The time has come, or a socket has room: sends what may leave."""
-        self._perform(now)
+        self.perform(now)
         self._pump(now)
 
     def deadline(self, now: float) -> float:
@@ -123,35 +123,33 @@ class LearnerHost:
     def lost(self, now: float) -> None:
         """There is a connection to the broker, the first or a new one."""
         self.session.lost(now)
-        self._perform(now)
+        self.perform(now)
 
-    # The training thread: decisions, and what it hands back.
+    # The training thread: what it does between two steps, and what it hands back.
 
-    def boundary(self, tokens: int, loss: float | None, now: float) -> list[do.Task]:
-        """After an inner step: the session adopts and pushes."""
-        self.session.boundary(tokens, loss, now)
-        return self._tasks()
+    def tasks(self) -> list[do.Task]:
+        """All adoptions and snapshots that are decided, each with what it needs. If there is none,
+        a fragment of version 0 is read that the broker wants."""
+        tasks: list[do.Task] = []
+        bases = dict(self._bases)  # As they are once the tasks before are done.
+        for effect in self.session.effects:
+            match effect:
+                case do.Snapshot(index):
+                    tasks.append(do.TakeSnapshot(effect, self._fragment(index), bases[index]))
+                case do.Adopt(index):
+                    new = self.tips[index]
+                    # An adoption that keeps nothing, such as the first, needs no old copy.
+                    old = bases[index] if effect.keep > 0 else new
+                    bases[index] = new
+                    push = self.pushes[index, effect.push_id] if effect.push_id else None
+                    rule = Adoption(old, new, push, effect.keep, effect.merged)
+                    tasks.append(do.Move(effect, self._fragment(index), rule))
 
-    def join(self) -> list[do.Task]:
-        """Between two steps, while none is made: the session adopts what is here, and version 0 is
-        read if the broker wants it."""
-        self.session.join()
-        tasks = self._tasks()
         # One at a time, because a lossless model is large; the next follows at the next call.
         wanted = [index for index, seed in self.seeds.items() if seed is None]
         if wanted and not tasks and not self._seeding:
             tasks.append(do.Read(self._fragment(wanted[0])))
         return tasks
-
-    def pause(self, reason: str | None) -> list[do.Task]:
-        """The loop makes no steps for a while; None: it makes them again."""
-        self.session.pause(reason)
-        return self._tasks()
-
-    def leave(self, now: float) -> list[do.Task]:
-        """The loop is over; call `join` until the session has ended."""
-        self.session.leave(now)
-        return self._tasks()
 
     def adopted(self, effect: do.Adopt, new: Copy) -> None:
         """The parameters of the fragment have moved to this copy."""
@@ -159,11 +157,9 @@ class LearnerHost:
         self._bases[effect.fragment] = new
         self._drop_effect(effect)  # Last: an exception may come between any two lines.
 
-    def snapshot_taken(self, effect: do.Snapshot, snapshot: IslandSnapshot) -> None:
+    def snapshot_taken(self, effect: do.Snapshot, work: Callable[[], CodedPush]) -> None:
         """The parameters are copied; a worker codes what they differ from their base."""
-        index, push_id, base = effect
-        fragment = self._fragment(index)
-        settings = self.session.settings
+        index, push_id, _ = effect
 
         def coded(result: CodedPush | BaseException, now: float) -> None:
             if isinstance(result, BaseException):
@@ -175,7 +171,7 @@ class LearnerHost:
                 self.session.encoded(index, push_id, now)
             self.turn(now)
 
-        self._pool.run(lambda: snapshot.encode(fragment, base, settings), coded)
+        self._pool.run(work, coded)
         self._drop_effect(effect)
 
     def seed_read(self, fragment: Fragment, values: F32) -> None:
@@ -201,36 +197,14 @@ class LearnerHost:
         self._pool.run(lambda: list(encode_values(fragment, values, chunk_elements=size)), coded)
         self._seeding = True  # Not sooner: an exception would end the seeding for good.
 
-    def exchanged(self, now: float) -> None:
-        """All tasks are done: what the session decided behind them may leave."""
-        self._perform(now)
-
     def _drop_effect(self, effect: do.Effect) -> None:
         """By identity: named tuples of two kinds may be equal."""
         self.session.effects = [each for each in self.session.effects if each is not effect]
 
-    def _tasks(self) -> list[do.Task]:
-        """All adoptions and snapshots that are decided, each with what it needs."""
-        tasks: list[do.Task] = []
-        bases = dict(self._bases)  # As they are once the tasks before are done.
-        for effect in self.session.effects:
-            match effect:
-                case do.Snapshot(index):
-                    tasks.append(do.TakeSnapshot(effect, self._fragment(index), bases[index]))
-                case do.Adopt(index, overwrite=True):
-                    bases[index] = self.tips[index]
-                    tasks.append(do.Overwrite(effect, self._fragment(index), bases[index]))
-                case do.Adopt(index):
-                    old = bases[index]
-                    bases[index] = self.tips[index]
-                    push = self.pushes[index, effect.push_id] if effect.push_id else None
-                    rule = Adoption(old, bases[index], push, effect.keep, effect.merged)
-                    tasks.append(do.Move(effect, self._fragment(index), rule))
-        return tasks
-
     # Effects.
 
-    def _perform(self, now: float) -> None:
+    def perform(self, now: float) -> None:
+        """Performs what the session has decided, up to what the training thread is about to do."""
         session = self.session
         session.tick(now)
         self.sender.set_rate(now, total=session.beat.up_bits_per_s)
@@ -243,16 +217,16 @@ class LearnerHost:
             match effect := session.effects[0]:
                 case do.Adopt() | do.Snapshot():
                     return  # The training thread is about to do it; what follows waits for that.
-                case do.Send(message):
-                    frames = wire.encode_control(message)
-                    self.sender.charge([len(frame) for frame in frames], now)
-                    self._wires.control("", frames)
                 case do.SendChunks():
                     self._send_chunks(effect)
                 case do.Assemble():
                     self._assemble(effect)
                 case do.Note():
                     self.noted(effect)
+                case message:
+                    frames = wire.encode_control(message)
+                    self.sender.charge([len(frame) for frame in frames], now)
+                    self._wires.control("", frames)
             del session.effects[0]  # Not sooner: an exception may come between any two lines.
         self._drop_pushes()
         self._drop_payloads()

@@ -16,8 +16,8 @@ The rule is one numba kernel here; learner/gpu.py has its twin in torch, with th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -26,7 +26,7 @@ from narrows.proto.codec import F32, empty_f32, encode_push, kernel, read_only, 
 from narrows.proto.codec import warm_up as warm_up_codecs
 from narrows.proto.layout import BLOCK, Fragment, Piece
 from narrows.proto.messages import DtypeName, RunSettings
-from narrows.proto.ports import Adoption, CodedPush, Copy, IslandSnapshot
+from narrows.proto.ports import Adoption, CodedPush, Copy
 
 SLICE: Final = 4 * BLOCK
 """Elements adopted at once without a push; with one it is a chunk of it, decoded within cache."""
@@ -73,9 +73,12 @@ class HostIsland:
         self._source.read(fragment, values)
         return values
 
-    def snapshot(self, fragment: Fragment, published: Copy) -> IslandSnapshot:
+    def snapshot(
+        self, fragment: Fragment, published: Copy, base: int, settings: RunSettings
+    ) -> Callable[[], CodedPush]:
         """Copies the parameters; the published copy is never written to."""
-        return HostSnapshot(published.rounded, self.read(fragment))
+        local = self.read(fragment)
+        return partial(encode_on_host, fragment, published.rounded, local, base, settings)
 
     def adopt(self, fragment: Fragment, rule: Adoption) -> None:
         """Moves the parameters in place by the rule of this module."""
@@ -86,10 +89,6 @@ class HostIsland:
             values = self.read(fragment)
             adopt_on_host(fragment, np.split(values, fragment.bounds[1:-1]), rule)
             self._source.write(fragment, values)
-
-    def overwrite(self, fragment: Fragment, new: Copy) -> None:
-        """Makes the parameters equal to a copy, rounded as they are."""
-        self._source.write(fragment, new.values)
 
     def _views(self, fragment: Fragment) -> list[Any]:
         return [self._source.view(piece) for piece in fragment.pieces]
@@ -107,22 +106,16 @@ class HostIsland:
         return arrays
 
 
-@dataclass(frozen=True, eq=False)
-class HostSnapshot:
-    """Published copy and parameters, float32 (n,)."""
-
-    published: F32
-    local: F32
-
-    def encode(self, fragment: Fragment, base: int, settings: RunSettings) -> CodedPush:
-        """Codes `published - parameters`, on a worker. Raises LocalProtocolError NOT_FINITE."""
-        codec = settings.push_codec
-        size = settings.chunk_elements
-        chunks = encode_push(
-            fragment, self.published, self.local,
-            codec=codec, rho=settings.push_rho, chunk_elements=size,
-        )  # fmt: skip
-        return CodedPush(base, codec, size, tuple(chunks))
+def encode_on_host(
+    fragment: Fragment, published: F32, local: F32, base: int, settings: RunSettings
+) -> CodedPush:
+    """Codes `published - local`, float32 (n,). Raises LocalProtocolError NOT_FINITE."""
+    codec = settings.push_codec
+    size = settings.chunk_elements
+    chunks = encode_push(
+        fragment, published, local, codec=codec, rho=settings.push_rho, chunk_elements=size
+    )
+    return CodedPush(base, codec, size, tuple(chunks))
 
 
 @kernel

@@ -79,8 +79,8 @@ class Link:
         self._error: BaseException | None = None
         """The end of the background thread."""
         self._is_open = False
-        self._up = Stall()
-        self._down = Stall()
+        self._up = Stall(BLOCKED_S)
+        self._down = Stall(BLOCKED_S)
 
     # Ports of the host.
 
@@ -245,15 +245,16 @@ class Link:
 
 
 class Stall:
-    """Tells when something is due and nothing moves. It has no clock of its own."""
+    """Tells when something is due and nothing moves for `limit_s`. It has no clock of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
         self._since = -math.inf
         self._moved = -1
 
     def look(self, is_due: bool, moved: int, now: float) -> bool:
-        """Whether something was due for BLOCKED_S without a change of `moved`, a count."""
+        """Whether something was due for `limit_s` without a change of `moved`, a count."""
         if not is_due or moved != self._moved:
             self._since = now
             self._moved = moved
-        return now >= self._since + BLOCKED_S
+        return is_due and now >= self._since + self._limit_s

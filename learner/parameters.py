@@ -52,12 +52,10 @@ class Parameters:
     def __init__(self, model: nn.Module, merge_rules: Mapping[str, str] | None = None) -> None:
         self.module = unwrapped(model)
         _check_usable(self.module)
-        self.tensors: list[Tensor] = []
-        self.names: list[tuple[str, ...]] = []
+        tied = _tied(_named(self.module, trainable=True))
+        self.tensors = [tensor for tensor, _ in tied]
+        self.names = [names for _, names in tied]
         """Every name of each tensor of the layout; the one that travels comes first."""
-        for tensor, names in _tied(_named(self.module, trainable=True)):
-            self.tensors.append(tensor)
-            self.names.append(names)
         entries = self._entries(merge_rules or {})
         self.layout = Layout(frozen_digest(_named(self.module, trainable=False)), entries)
         self._views: dict[Piece, tuple[int, Tensor]] = {}

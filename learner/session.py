@@ -17,7 +17,7 @@ import math
 from typing import Final
 
 from narrows.learner.clock import RunClock, StepTimes
-from narrows.learner.effects import Adopt, Effect, Note, Send, SendChunks, Snapshot
+from narrows.learner.effects import Adopt, Effect, Note, SendChunks, Snapshot
 from narrows.learner.fragment import FragmentSession, Pushed, Standing
 from narrows.proto import messages as msg
 from narrows.proto import timing
@@ -249,7 +249,7 @@ class Session:
             except NarrowsError as error:
                 self.refuse(error.code, error)
                 return
-            self.parts = tuple(FragmentSession(each, self.incarnation, settings) for each in table)
+            self.parts = tuple(FragmentSession(each, settings) for each in table)
         if is_new_life and self.epoch and self._hello_copies != self._copies():
             # A copy was completed after the Hello that this answers: the broker has not compared
             # it with its history yet.
@@ -409,7 +409,7 @@ class Session:
                 f" in {part.pause_s:g} s",
             )
             return False
-        part.assembled(header)
+        part.assembled(header, self.incarnation)
         if part.pushed is Pushed.MERGED:
             self._moved_at = now
         self._drop_altered(part, now)
@@ -480,7 +480,7 @@ class Session:
     def abandon(self) -> None:
         """Leaves at once, whatever is on its way."""
         if not self.ended:
-            self.effects = [Send(msg.Bye("the loop was broken off"))]
+            self.effects = [msg.Bye("the loop was broken off")]
             self.ended = True
 
     def broken_off(self, reason: str, *, decided: bool) -> None:
@@ -501,11 +501,7 @@ class Session:
         if not touched:
             return
         if self.ended:  # It was to leave with the final model, and does not have that now.
-            self.effects = [
-                each
-                for each in self.effects
-                if not isinstance(each, Send) or not isinstance(each.message, msg.Bye)
-            ]
+            self.effects = [each for each in self.effects if not isinstance(each, msg.Bye)]
             self.ended = False
         self._note(
             "broken_off",
@@ -640,7 +636,7 @@ class Session:
             msg.PROTOCOL, self.name, self.incarnation, self.run_id, self.epoch,
             fingerprint(self.layout), self._hello_copies,
         )  # fmt: skip
-        self.effects.append(Send(hello))
+        self.effects.append(hello)
 
     def _warn_offline(self, now: float) -> None:
         """Warns of an outage, once for each reason, and once that it has become too long."""
@@ -674,13 +670,13 @@ class Session:
         paused, _, finished = self._reported
         bases = tuple(part.base for part in self.parts)
         report = msg.Report(self.steps, self.tokens, self.loss, bases, paused, finished)
-        self.effects.append(Send(report))
+        self.effects.append(report)
 
     def _announce(self, part: FragmentSession, now: float, after_s: float = 0.0) -> None:
         """Announces a push that waits for its outcome, if it was not announced for `after_s`."""
         if part.push and part.pushed is Pushed.WAITING and now >= part.announced_at + after_s:
             part.announced_at = now
-            self.effects.append(Send(part.push))
+            self.effects.append(part.push)
 
     def _ask(self, now: float) -> None:
         """Fetches what is missing and due, within one window for all fragments."""
@@ -692,7 +688,7 @@ class Session:
                 if ranges := transfer.ask(now, self._data_at, room + transfer.asked):
                     room -= sum(count for _, count in ranges)
                     fetch = msg.Fetch(key.kind, part.index, key.version, 0, ranges)
-                    self.effects.append(Send(fetch))
+                    self.effects.append(fetch)
 
     def _end_if_due(self, now: float) -> None:
         """Says Bye once the final model is adopted, or once leaving has nothing to wait for."""
@@ -716,7 +712,7 @@ class Session:
         else:
             return
         self._report(now)
-        self.effects.append(Send(msg.Bye(reason[: msg.TEXT_CHARACTERS_MAX])))
+        self.effects.append(msg.Bye(reason[: msg.TEXT_CHARACTERS_MAX]))
         self.ended = True
 
     def _note(self, event: str, text: str, *, warning: bool = True) -> None:

@@ -80,14 +80,6 @@ class Adoption(NamedTuple):
     merged: bool
 
 
-class IslandSnapshot(Protocol):
-    """Parameters and published copy of a fragment, as they were between two steps."""
-
-    def encode(self, fragment: Fragment, base: int, settings: RunSettings) -> CodedPush:
-        """Codes `published - parameters`, on a worker. Raises LocalProtocolError NOT_FINITE."""
-        ...
-
-
 class Island(Protocol):
     """The parameters of a learner, whatever holds them.
 
@@ -102,15 +94,16 @@ class Island(Protocol):
         """The parameters (n,) of a fragment, for version 0."""
         ...
 
-    def snapshot(self, fragment: Fragment, published: Copy) -> IslandSnapshot:
-        """Copies the parameters of a fragment now, to be encoded later."""
+    def snapshot(
+        self, fragment: Fragment, published: Copy, base: int, settings: RunSettings
+    ) -> Callable[[], CodedPush]:
+        """Copies the parameters of a fragment now. A worker then calls the result, which codes
+        `published - parameters`, and raises LocalProtocolError NOT_FINITE."""
         ...
 
     def adopt(self, fragment: Fragment, rule: Adoption) -> None:
-        """Moves the parameters in place by the rule of an adoption."""
-
-    def overwrite(self, fragment: Fragment, new: Copy) -> None:
-        """Makes the parameters equal to a copy, whatever they were."""
+        """Moves the parameters in place by the rule of an adoption. With keep 0 and no push they
+        become equal to the new copy, whatever they were."""
 
 
 # The broker's disk.

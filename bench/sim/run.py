@@ -33,7 +33,6 @@ from narrows.broker.records import Version
 from narrows.broker.store import History, Recovered, Store
 from narrows.broker.syncer.events import Note
 from narrows.learner.boundary import Boundary
-from narrows.learner.effects import Task
 from narrows.learner.host import LearnerHost
 from narrows.learner.island import HostIsland, ParameterSource
 from narrows.learner.session import Session
@@ -257,20 +256,14 @@ class Watched(HostIsland):
         return super().copy(fragment, values)
 
     def adopt(self, fragment: Fragment, rule: Adoption) -> None:
-        if fragment.index not in self.versions:
+        if rule.keep > 0 and fragment.index not in self.versions:
             raise Wrong(
                 f"whole: {self._site.name} adopts {fragment.index}, which stands on nothing"
             )
-        self._move(fragment, super().adopt, rule)
-
-    def overwrite(self, fragment: Fragment, new: Copy) -> None:
-        self._move(fragment, super().overwrite, new)
-
-    def _move(self, fragment: Fragment, move: Callable[..., None], *given: object) -> None:
-        """An exception comes before a fragment is written, or else it counts as half written."""
+        # An exception comes before a fragment is written, or else it counts as half written.
         self._site.reach()
         self.versions.pop(fragment.index, None)
-        move(fragment, *given)
+        super().adopt(fragment, rule)
         self._site.reach()
         self.versions[fragment.index] = self._site.host.session.parts[fragment.index].base
 
@@ -397,22 +390,22 @@ class Site:
             if session.refused:
                 raise Wrong(f"{self.name} is refused: {session.refused}")
             if not session.joined or session.must_wait(world.now):
-                self._call(host.join)
+                self._call(session.join)
             elif session.stopping:
-                self._call(lambda: host.leave(world.now))
-                self._call(host.join)
+                self._call(lambda: session.leave(world.now))
+                self._call(session.join)
             elif world.now < self.run.plan.ends:
                 tokens = self.trainee.step(session, world.now)
                 before = standings(session)
-                if self._call(lambda: host.boundary(tokens, 1.0, world.now)):
+                if self._call(lambda: session.boundary(tokens, 1.0, world.now)):
                     self.run.checkers.stepped(self, before)
                 delay_s = self.trainee.step_s(world.now)
             else:
-                self._call(host.join)
+                self._call(session.join)
             self._after_event()
         world.after(delay_s, lambda: self._train(host))
 
-    def _call(self, decide: Callable[[], list[Task]]) -> bool:
+    def _call(self, decide: Callable[[], None]) -> bool:
         """A boundary of the training thread, whose loop survives an exception and goes on. False:
         one came."""
         world, run = self.world, self.run
@@ -460,11 +453,11 @@ class Site:
     def pause(self, seconds: float) -> None:
         """The loop evaluates the model."""
         host, world = self.host, self.world
-        self.boundary.perform(lambda: host.pause("evaluating"), world.now)
+        self.boundary.perform(lambda: host.session.pause("evaluating"), world.now)
 
         def go_on() -> None:
             if host is self.host:
-                self.boundary.perform(lambda: host.pause(None), world.now)
+                self.boundary.perform(lambda: host.session.pause(None), world.now)
 
         world.after(seconds, go_on)
 

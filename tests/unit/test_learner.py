@@ -163,7 +163,7 @@ def test_a_blocked_data_port_is_named(
 
 
 def test_something_that_is_due_and_does_not_move_for_ten_seconds_is_blocked() -> None:
-    stall, now = link_module.Stall(), 100.0
+    stall, now = link_module.Stall(10.0), 100.0
     assert not stall.look(True, 0, now) and not stall.look(True, 0, now + 9.9)
     assert stall.look(True, 0, now + 10.0) and stall.look(True, 0, now + 99.0)
     assert not stall.look(True, 1, now + 99.0), "it moves"

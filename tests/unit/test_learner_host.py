@@ -16,7 +16,7 @@ from narrows.bench.sim.checkers import Wrong
 from narrows.bench.sim.run import ENTRIES, LAYOUT, TOKENS, Plan, Run, Site, Walk
 from narrows.broker.config import load_broker
 from narrows.learner.boundary import Boundary
-from narrows.learner.effects import Adopt, Move, Note, Send, TakeSnapshot, Task
+from narrows.learner.effects import Adopt, Move, Note, TakeSnapshot, Task
 from narrows.learner.fragment import Pushed
 from narrows.learner.host import LearnerHost
 from narrows.proto import messages as msg
@@ -111,7 +111,7 @@ class Stage:
     def _watch(self, part: object) -> None:
         if isinstance(part, LearnerHost):
             part.noted = self.notes.append
-            for name in ("read", "snapshot", "adopt", "overwrite"):
+            for name in ("read", "snapshot", "adopt"):
                 setattr(part.island, name, partial(self._touch, getattr(part.island, name)))
         elif isinstance(part, Boundary):
             part.perform = partial(self._between, part.perform)  # type: ignore[method-assign]
@@ -237,7 +237,7 @@ def test_parameters_that_become_nan_are_set_back_to_the_newest_version(tmp_path:
 @pytest.mark.parametrize(
     ("owner", "name", "goal"),
     [
-        ("island", "adopt", 0), ("island", "overwrite", 1200), ("island", "snapshot", 0),
+        ("island", "adopt", 0), ("island", "adopt", 1200), ("island", "snapshot", 0),
         ("boundary", "adopting", 0), ("boundary", "adopting", 1200), ("pool", "run", 0),
         ("wires", "control", 0), ("fragment", "adopt", 0), ("fragment", "snapshot", 0),
         ("session", "tick", 0),
@@ -263,19 +263,20 @@ def test_what_follows_an_adoption_waits_for_it_while_the_loop_goes_on(tmp_path: 
     """As where ranks meet between decision and adoption, and do not hold the loop up."""
     stage = Stage(Calm(), tmp_path)
     stage.run.until(2.0)
-    real = stage.host.boundary
+    real = stage.host.tasks
     kinds = set[type]()
 
-    def boundary(tokens: int, loss: float | None, now: float) -> list[Task]:
-        tasks = real(tokens, loss, now)
+    def tell() -> list[Task]:
+        tasks = real()
+        now = stage.run.world.now
         stage.host.lost(now)  # Now the loop has something to say.
         stage.host.turn(now)
         kinds.update(map(type, tasks))
-        waits = any(isinstance(each, Send) for each in stage.host.session.effects)
+        waits = any(isinstance(each, msg.Hello) for each in stage.host.session.effects)
         assert waits or not tasks, "it is said too soon"
         return tasks
 
-    stage.host.boundary = boundary  # type: ignore[method-assign]
+    stage.host.tasks = tell  # type: ignore[method-assign]
     stage.run.finish()
     assert kinds == {Move, TakeSnapshot}
 

@@ -44,7 +44,7 @@ class Model(torch.nn.Module):
 
 def filled(island: TorchIsland, values: F32) -> Copy:
     copy = island.copy(FRAGMENT, values)
-    island.overwrite(FRAGMENT, copy)
+    island.adopt(FRAGMENT, Adoption(copy, copy, None, 0.0, False))
     return copy
 
 
@@ -89,7 +89,7 @@ def test_the_rule_equals_its_plain_twin_and_loses_nothing(keep: float, seed: int
                     merges += 1
                 old = new
             case _:
-                push = island.snapshot(FRAGMENT, old).encode(FRAGMENT, 0, SETTINGS)
+                push = island.snapshot(FRAGMENT, old, 0, SETTINGS)()
         params = island.read(FRAGMENT)
         np.testing.assert_allclose(params, twin, rtol=1e-5, atol=2e-6)
         if keep == 1.0:
@@ -115,7 +115,7 @@ def test_parameters_that_are_not_finite_are_not_pushed_from_a_gpu() -> None:
     with torch.no_grad():
         model.v[2, 3] = float("nan")
     with pytest.raises(LocalProtocolError) as caught:
-        island.snapshot(FRAGMENT, old).encode(FRAGMENT, 0, SETTINGS)
+        island.snapshot(FRAGMENT, old, 0, SETTINGS)()
     assert caught.value.code is ErrorCode.NOT_FINITE
 
 
@@ -129,11 +129,11 @@ def test_the_rounding_of_parameters_does_not_travel(dtype: torch.dtype, on_devic
     old = filled(island, rng.standard_normal(FRAGMENT.elements).astype(np.float32))
     new = island.copy(FRAGMENT, rng.standard_normal(FRAGMENT.elements).astype(np.float32))
     island.adopt(FRAGMENT, Adoption(old, new, None, 0.5, False))
-    push = island.snapshot(FRAGMENT, new).encode(FRAGMENT, 1, SETTINGS)
+    push = island.snapshot(FRAGMENT, new, 1, SETTINGS)()
     assert not coded(push).any()
     with torch.no_grad():
         model.w.add_(1.0)
-    push = island.snapshot(FRAGMENT, new).encode(FRAGMENT, 1, SETTINGS)
+    push = island.snapshot(FRAGMENT, new, 1, SETTINGS)()
     moved = np.flatnonzero(coded(push))
     assert moved.size and moved.max() < 30 * 70
 
@@ -154,7 +154,7 @@ def test_the_gpu_path_has_the_bits_of_the_cpu(codec: CodecName, transposed: bool
         island = TorchIsland(parameters, on_device=on_device)
         old = filled(island, start)
         parameters.write(FRAGMENT, start + work)
-        push = island.snapshot(FRAGMENT, old).encode(FRAGMENT, 0, settings)
+        push = island.snapshot(FRAGMENT, old, 0, settings)()
         bits = [chunk.payload for chunk in push.chunks]
         for merged in (False, True):
             new = island.copy(FRAGMENT, old.values * np.float32(1.01))

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import pytest
 from msgspec.structs import replace
 
-from narrows.learner.effects import Adopt, Assemble, Effect, Note, Send, SendChunks, Snapshot
+from narrows.learner.effects import Adopt, Assemble, Effect, Note, SendChunks, Snapshot
 from narrows.learner.session import Session
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, LocalProtocolError
@@ -50,13 +50,6 @@ class Seat:
         taken: list[Any] = [each for each in self.log if isinstance(each, kind)]
         self.log = [each for each in self.log if not isinstance(each, kind)]
         return taken
-
-    def sent(self, kind: type[E]) -> list[E]:
-        """The control messages of a kind since they were last taken."""
-        sends = [each for each in self.log if isinstance(each, Send)]
-        taken = [each for each in sends if isinstance(each.message, kind)]
-        self.log = [each for each in self.log if each not in taken]
-        return [each.message for each in taken]  # type: ignore[misc]
 
     def noted(self) -> list[str]:
         """The events of the notes since they were last taken."""
@@ -116,6 +109,11 @@ class Seat:
         self.done()
         return wanted
 
+    def chunks(self, kind: DataKind, fragment: int, version: int) -> None:
+        """All chunks of a transfer arrive."""
+        for chunk in range(CHUNKS):
+            self.chunk(kind, fragment, version, chunk)
+
     def assemble(self, *, push_id: int = 0, merged: tuple[int, ...] = ()) -> None:
         """The host makes the copies that it was asked for. `merged`: ids of our pushes in it."""
         for kind, fragment, version in self.take(Assemble):
@@ -126,20 +124,17 @@ class Seat:
 
     def publish(self, fragment: int, version: int, *merged: int) -> None:
         """A whole publication arrives, and its copy is made."""
-        for chunk in range(CHUNKS):
-            self.chunk(DataKind.PUBLICATION, fragment, version, chunk)
+        self.chunks(PUBLICATION, fragment, version)
         self.assemble(merged=merged)
 
     def state(self, fragment: int, version: int, push_id: int = 0) -> None:
         """A whole state arrives, and its copy is made."""
-        for chunk in range(CHUNKS):
-            self.chunk(DataKind.STATE, fragment, version, chunk)
+        self.chunks(STATE, fragment, version)
         self.assemble(push_id=push_id)
 
     def damage(self, fragment: int, version: int, wait_s: float = 1.0) -> None:
         """A publication arrives, and its copy has another digest; then this time is over."""
-        for chunk in range(CHUNKS):
-            self.chunk(PUBLICATION, fragment, version, chunk)
+        self.chunks(PUBLICATION, fragment, version)
         assert self.made() == 1
         self.wait(wait_s)
 
@@ -216,18 +211,18 @@ def test_a_learner_says_hello_once_it_is_connected_and_each_second_until_it_is_w
     seat = Seat(is_connected=False)
     seat.rest()
     seat.wait(5.0)
-    assert not seat.sent(msg.Hello) and seat.session.deadline(seat.now) == math.inf
+    assert not seat.take(msg.Hello) and seat.session.deadline(seat.now) == math.inf
     seat.session.lost(seat.now)
     seat.done()
-    (hello,) = seat.sent(msg.Hello)
+    (hello,) = seat.take(msg.Hello)
     assert (hello.run_id, hello.epoch, hello.copies) == ("", "", ())
     seat.wait(0.5)
-    assert not seat.sent(msg.Hello) and seat.session.deadline(seat.now) == seat.now + 0.5
+    assert not seat.take(msg.Hello) and seat.session.deadline(seat.now) == seat.now + 0.5
     seat.wait(0.5)
-    assert len(seat.sent(msg.Hello)) == 1
+    assert len(seat.take(msg.Hello)) == 1
     seat.welcome(Role.WAIT, heads=())
     seat.wait(2.0)
-    assert not seat.sent(msg.Hello) and not seat.session.joined
+    assert not seat.take(msg.Hello) and not seat.session.joined
 
 
 def test_no_step_is_made_while_a_run_is_seeded_anew() -> None:
@@ -266,7 +261,7 @@ def test_a_name_in_use_is_waited_out_for_ten_seconds_of_one_refusal() -> None:
         seat.refuse("name_in_use")
         assert seat.session.refused is None
         seat.wait(1.0)
-    assert len(seat.sent(msg.Hello)) >= 10
+    assert len(seat.take(msg.Hello)) >= 10
     seat.refuse("name_in_use")
     refused = seat.session.refused
     assert refused is not None and refused.code is ErrorCode.NAME_IN_USE
@@ -291,7 +286,7 @@ def test_another_run_at_the_brokers_address_is_an_outage() -> None:
         assert not seat.session.must_wait(seat.now) and seat.session.refused is None
         seat.hear(refuse)
         seat.wait(1.0)
-    assert len(seat.sent(msg.Hello)) >= SETTINGS.max_offline_s
+    assert len(seat.take(msg.Hello)) >= SETTINGS.max_offline_s
     silent, other = [each.text for each in seat.take(Note)]
     assert "not heard" in silent and "run new, got run old" in other and "was it lost?" in other
     seat.wait(1.0)
@@ -307,7 +302,7 @@ def test_another_run_at_the_brokers_address_is_an_outage() -> None:
 def test_a_sign_that_the_connection_is_gone_leads_to_hello_until_a_welcome(sign: str) -> None:
     seat = joined(version=4)
     seat.wait(2.9)
-    assert not seat.sent(msg.Hello)
+    assert not seat.take(msg.Hello)
     if sign == "silence":
         seat.wait(0.1)
     elif sign == "bye":
@@ -317,17 +312,17 @@ def test_a_sign_that_the_connection_is_gone_leads_to_hello_until_a_welcome(sign:
         seat.done()
     else:
         seat.told(epoch=EPOCH_2)
-    (hello,) = seat.sent(msg.Hello)
+    (hello,) = seat.take(msg.Hello)
     assert hello.epoch == EPOCH and hello.run_id == "run"
     assert hello.copies == (msg.PublishedCopy(4, 1004), msg.PublishedCopy(4, 1004))
     seat.told()  # A late Beat of the old connection is no Welcome.
     seat.wait(1.0)
-    assert len(seat.sent(msg.Hello)) == 1
-    seat.sent(msg.Report)
+    assert len(seat.take(msg.Hello)) == 1
+    seat.take(msg.Report)
     seat.step()
-    assert not seat.sent(msg.Report)  # Nobody listens.
+    assert not seat.take(msg.Report)  # Nobody listens.
     seat.welcome()
-    assert len(seat.sent(msg.Report)) == 1
+    assert len(seat.take(msg.Report)) == 1
 
 
 def test_an_outage_is_told_once_with_its_reason_and_a_long_one_pauses_training() -> None:
@@ -357,12 +352,12 @@ def test_an_outage_is_told_once_with_its_reason_and_a_long_one_pauses_training()
 def test_reports_go_out_at_boundaries_each_second_and_at_once_after_a_welcome() -> None:
     seat = joined()
     seat.welcome()
-    assert len(seat.sent(msg.Report)) == 1
+    assert len(seat.take(msg.Report)) == 1
     for _ in range(25):
         seat.step(after_s=0.125)
         seat.wait(0.0)
         seat.told()
-    assert [each.steps for each in seat.sent(msg.Report)] == [8, 16, 24]
+    assert [each.steps for each in seat.take(msg.Report)] == [8, 16, 24]
 
 
 def test_a_learner_between_two_long_steps_reports_too() -> None:
@@ -370,11 +365,11 @@ def test_a_learner_between_two_long_steps_reports_too() -> None:
     seat.step(after_s=5.0)
     seat.step(after_s=5.0)
     seat.welcome()
-    seat.sent(msg.Report)
+    seat.take(msg.Report)
     seat.wait(1.0)
-    assert not seat.sent(msg.Report)  # A boundary would be exact; it may come yet.
+    assert not seat.take(msg.Report)  # A boundary would be exact; it may come yet.
     seat.wait(1.0)
-    assert [each.steps for each in seat.sent(msg.Report)] == [2]
+    assert [each.steps for each in seat.take(msg.Report)] == [2]
 
 
 def test_a_wait_between_two_steps_is_no_step_time() -> None:
@@ -393,7 +388,7 @@ def test_a_pause_is_told_at_once_and_is_no_step_time() -> None:
     for reason in ("evaluating", None):
         seat.session.pause(reason)
         seat.done()
-        assert seat.sent(msg.Report)[-1].paused == reason
+        assert seat.take(msg.Report)[-1].paused == reason
         seat.now += 2.0
     seat.told(period_s=1.0)
     seat.step()
@@ -423,9 +418,9 @@ def test_what_comes_unasked_has_a_second_before_it_is_fetched() -> None:
     seat.chunk(PUBLICATION, 0, 1, 2)
     seat.told(heads=(1, 2))  # Of fragment 1 nothing but the Beat tells.
     seat.wait(0.9)
-    assert not seat.sent(msg.Fetch)
+    assert not seat.take(msg.Fetch)
     seat.wait(0.1)
-    assert seat.sent(msg.Fetch) == [
+    assert seat.take(msg.Fetch) == [
         msg.Fetch(PUBLICATION, 0, 1, 0, ((0, 2), (3, 1))),
         msg.Fetch(PUBLICATION, 1, 1, 0, WHOLE), msg.Fetch(PUBLICATION, 1, 2, 0, WHOLE),
     ]  # fmt: skip
@@ -437,7 +432,7 @@ def test_after_a_welcome_what_is_missing_is_fetched_at_once_beyond_eight_version
 ) -> None:
     seat = joined()
     seat.welcome(heads=(head, 0))
-    assert {each.kind for each in seat.sent(msg.Fetch)} == {kind}
+    assert {each.kind for each in seat.take(msg.Fetch)} == {kind}
 
 
 @pytest.mark.parametrize(("head", "answer"), [(1, 1), (20, 15), (20, 25)])
@@ -446,9 +441,9 @@ def test_the_broker_may_answer_with_another_state_or_one_instead_of_a_publicatio
 ) -> None:
     seat = joined()
     seat.welcome(heads=(head, 0))
-    assert [each.version for each in seat.sent(msg.Fetch)] == [head]
+    assert [each.version for each in seat.take(msg.Fetch)] == [head]
     assert seat.chunk(STATE, 0, answer, 0)
-    assert seat.sent(msg.Fetch) == [msg.Fetch(STATE, 0, answer, 0, ((1, 3),))]
+    assert seat.take(msg.Fetch) == [msg.Fetch(STATE, 0, answer, 0, ((1, 3),))]
     assert not seat.chunk(PUBLICATION, 0, answer, 0)
     seat.state(0, answer)
     seat.step()
@@ -458,12 +453,11 @@ def test_the_broker_may_answer_with_another_state_or_one_instead_of_a_publicatio
 def test_all_fragments_together_ask_for_one_window() -> None:
     seat = Seat(replace(SETTINGS, window_messages=4))
     seat.welcome(heads=(0, 0))
-    assert [each.fragment for each in seat.sent(msg.Fetch)] == [0]
+    assert [each.fragment for each in seat.take(msg.Fetch)] == [0]
     seat.wait(0.5)
-    assert not seat.sent(msg.Fetch)
-    for chunk in range(CHUNKS):
-        seat.chunk(STATE, 0, 0, chunk)
-    assert sum(count for f in seat.sent(msg.Fetch) for _, count in f.chunks) == CHUNKS
+    assert not seat.take(msg.Fetch)
+    seat.chunks(STATE, 0, 0)
+    assert sum(count for f in seat.take(msg.Fetch) for _, count in f.chunks) == CHUNKS
 
 
 # Copies that cannot be made, or are not the broker's.
@@ -472,27 +466,25 @@ def test_all_fragments_together_ask_for_one_window() -> None:
 def test_a_copy_that_this_machine_cannot_make_is_tried_again_and_is_no_damage() -> None:
     seat = joined()
     seat.told(heads=(1, 0))
-    for chunk in range(CHUNKS):
-        seat.chunk(PUBLICATION, 0, 1, chunk)
+    seat.chunks(PUBLICATION, 0, 1)
     seat.chunk(PUBLICATION, 0, 2)
     for pause_s in (1, 2, 4, 8, 16, 32, 60, 60):
         assert seat.made(failure=f"OutOfMemoryError: {pause_s} bytes are left") == 1
         for _ in range(pause_s):
-            assert not seat.take(Assemble) and not seat.sent(msg.Fetch)
+            assert not seat.take(Assemble) and not seat.take(msg.Fetch)
             assert seat.now < seat.session.deadline(seat.now) <= seat.now + pause_s
             seat.welcome(heads=(20, 0))
             seat.wait(1.0)
-        assert {each.kind for each in seat.sent(msg.Fetch)} <= {PUBLICATION}, "it needs no state"
+        assert {each.kind for each in seat.take(msg.Fetch)} <= {PUBLICATION}, "it needs no state"
     (note,) = seat.take(Note)
     assert note.event == "assembly_failed" and "OutOfMemoryError: 1 bytes" in note.text
     seat.assemble()
     seat.step()
     assert [each.version for each in seat.take(Adopt)] == [1]
-    assert {each.kind for each in seat.sent(msg.Fetch)} == {STATE}, "19 versions are missing"
+    assert {each.kind for each in seat.take(msg.Fetch)} == {STATE}, "19 versions are missing"
     seat.state(0, 20)
     seat.publish(0, 21)
-    for chunk in range(CHUNKS):
-        seat.chunk(PUBLICATION, 0, 22, chunk)
+    seat.chunks(PUBLICATION, 0, 22)
     assert seat.made(failure="OutOfMemoryError: again") == 1
     assert seat.noted() == ["assembly_failed"], "it had worked in between"
 
@@ -505,9 +497,9 @@ def test_damage_that_repeats_is_fetched_again_after_a_pause_that_doubles() -> No
         seat.told(heads=(version, 0))
         seat.damage(0, version, pause_s - 0.5)
         seat.welcome()
-        assert not seat.sent(msg.Fetch) and seat.session.deadline(seat.now) <= seat.now + 0.5
+        assert not seat.take(msg.Fetch) and seat.session.deadline(seat.now) <= seat.now + 0.5
         seat.wait(0.5)
-        assert [each.kind for each in seat.sent(msg.Fetch)] == [STATE]
+        assert [each.kind for each in seat.take(msg.Fetch)] == [STATE]
         seat.state(0, version)
     assert seat.noted().count("digest_differs") == 9
 
@@ -532,11 +524,11 @@ def test_a_copy_that_a_relay_has_altered_is_noticed_and_its_difference_is_no_wor
     assert not seat.take((Snapshot, Adopt)), "it would push the difference"
     seat.told(heads=(2, 0))
     seat.wait(1.0)
-    assert [(f.kind, f.version) for f in seat.sent(msg.Fetch)] == [(STATE, 2)]
+    assert [(f.kind, f.version) for f in seat.take(msg.Fetch)] == [(STATE, 2)]
     seat.state(0, 2)
     seat.told(heads=(2, 0), digests=(1002, 1000))
     seat.step()
-    assert [(each.version, each.overwrite) for each in seat.take(Adopt)] == [(2, True)]
+    assert [each.version for each in seat.take(Adopt)] == [2]
     assert not seat.noted()
 
 
@@ -618,11 +610,11 @@ def test_a_learner_of_another_history_goes_back_and_says_so() -> None:
     seat.welcome(go_back=(0,))
     assert seat.session.parts[0].push is None
     assert seat.noted() == ["offline", "online", "went_back"]
-    assert seat.sent(msg.Report)[-1].bases == (-1, 3)
+    assert seat.take(msg.Report)[-1].bases == (-1, 3)
     seat.step(8)
     seat.state(0, 1)
     seat.step(8)
-    assert seat.take(Adopt) == [Adopt(0, 1, 0, 0.0, merged=False, overwrite=True)]
+    assert seat.take(Adopt) == [Adopt(0, 1, 0, 0.0, merged=False)]
     assert seat.session.lost_tokens == (8 + 8 + 8) // 2
 
 
@@ -632,16 +624,16 @@ def test_a_learner_goes_back_if_its_copy_was_damaged_when_the_new_life_compared(
     seat.session.assembled(seat.header(PUBLICATION, 0, 1), seat.now, agrees=False)
     assert seat.session.parts[0].tip == 0, "it was not asked for"
     seat.damage(0, 1)
-    assert [(f.kind, f.version) for f in seat.sent(msg.Fetch)] == [(STATE, 1)]
+    assert [(f.kind, f.version) for f in seat.take(msg.Fetch)] == [(STATE, 1)]
     assert seat.session.parts[0].base == 0 and seat.session.parts[0].push
     seat.restart(heads=(0, 0))
-    assert seat.sent(msg.Hello)[-1].copies == (msg.PublishedCopy(-1, 0), msg.PublishedCopy(0, 1000))
+    assert seat.take(msg.Hello)[-1].copies == (msg.PublishedCopy(-1, 0), msg.PublishedCopy(0, 1000))
     seat.welcome(heads=(0, 0))
     assert seat.noted()[-1] == "went_back"
-    assert seat.sent(msg.Report)[-1].bases == (-1, 0)
+    assert seat.take(msg.Report)[-1].bases == (-1, 0)
     seat.state(0, 0)
     seat.step()
-    assert [(each.version, each.overwrite) for each in seat.take(Adopt)] == [(0, True)]
+    assert [each.version for each in seat.take(Adopt)] == [0]
 
 
 def test_a_damaged_copy_is_replaced_by_an_older_one_and_what_follows() -> None:
@@ -673,13 +665,12 @@ def test_within_one_life_a_publication_may_overtake_a_welcome() -> None:
     seat.publish(0, 1)
     seat.welcome(heads=(0, 0), go_back=(0,))
     seat.step()
-    assert [(each.version, each.overwrite) for each in seat.take(Adopt)] == [(1, False)]
+    assert [each.version for each in seat.take(Adopt)] == [1]
 
 
 def test_a_copy_of_the_old_life_is_not_taken_after_the_new_one_has_spoken() -> None:
     seat = joined()
-    for chunk in range(CHUNKS):
-        seat.chunk(PUBLICATION, 0, 1, chunk)
+    seat.chunks(PUBLICATION, 0, 1)
     header = seat.header(PUBLICATION, 0, 1)
     seat.restart()
     seat.welcome(heads=(1, 0))
@@ -691,15 +682,14 @@ def test_a_copy_of_the_old_life_is_not_taken_after_the_new_one_has_spoken() -> N
 
 def test_a_copy_that_was_completed_after_the_hello_is_compared_by_another_one() -> None:
     seat = joined()
-    for chunk in range(CHUNKS):
-        seat.chunk(PUBLICATION, 0, 1, chunk)
+    seat.chunks(PUBLICATION, 0, 1)
     seat.session.lost(seat.now)
     seat.done()
     seat.assemble()
-    seat.sent(msg.Hello)
+    seat.take(msg.Hello)
     seat.epoch = EPOCH_2
     seat.welcome(heads=(0, 0))
-    (hello,) = seat.sent(msg.Hello)
+    (hello,) = seat.take(msg.Hello)
     assert hello.copies[0].version == 1 and hello.epoch == EPOCH
     seat.welcome(heads=(0, 0), go_back=(0,))
     assert seat.session.epoch == EPOCH_2 and seat.session.parts[0].tip == -1
@@ -739,14 +729,14 @@ def test_an_adoption_keeps_half_and_says_whether_the_push_is_merged() -> None:
     seat.publish(1, 1)
     seat.step()
     assert seat.take(Adopt) == [
-        Adopt(0, 1, 1, 0.5, merged=True, overwrite=False),
-        Adopt(1, 1, 2, 0.5, merged=False, overwrite=False),
+        Adopt(0, 1, 1, 0.5, merged=True),
+        Adopt(1, 1, 2, 0.5, merged=False),
     ]
     assert [part.push_id for part in seat.session.parts] == [0, 2]
     assert (seat.session.merged_tokens, seat.session.lost_tokens) == (4, 0), "half of the model"
     seat.publish(1, 2, 2)
     seat.step()
-    assert seat.take(Adopt) == [Adopt(1, 2, 2, 0.5, merged=True, overwrite=False)]
+    assert seat.take(Adopt) == [Adopt(1, 2, 2, 0.5, merged=True)]
 
 
 def test_no_round_is_open_as_far_as_a_learner_knows_that_is_cut_off() -> None:
@@ -771,7 +761,7 @@ def test_a_slow_learner_pushes_at_every_boundary_and_keeps_everything() -> None:
     seat.publish(0, 2, 1)
     seat.step(after_s=2.0)
     # Two versions behind at each of its steps, and that is no absence.
-    assert seat.take(Adopt) == [Adopt(0, 2, 1, 1.0, merged=True, overwrite=False)]
+    assert seat.take(Adopt) == [Adopt(0, 2, 1, 1.0, merged=True)]
     assert [each.base for each in seat.take(Snapshot) if each.fragment == 0] == [2]
 
 
@@ -786,7 +776,7 @@ def test_work_of_an_absence_is_given_up_but_its_waiting_push_is_not() -> None:
             seat.step(10)
         assert seat.noted() == ["given_up"], "once for an absence, whatever the fragments"
     first = seat.take(Adopt)[0]
-    assert first == Adopt(0, 2, 1, 0.0, merged=False, overwrite=False)
+    assert first == Adopt(0, 2, 1, 0.0, merged=False)
     assert seat.session.parts[0].push_id == 1 and seat.session.parts[0].lost_tokens > 9 + 10
 
 
@@ -871,7 +861,7 @@ def test_the_work_of_a_push_that_fails_counts_as_unpushed_again(how: str) -> Non
     assert seat.take(Snapshot) == [Snapshot(0, 2, 0)]
     seat.session.encoded(0, 2, seat.now)
     seat.step()
-    assert seat.sent(msg.Push)[-1] == msg.Push(0, 2, 0, 17, 2)
+    assert seat.take(msg.Push)[-1] == msg.Push(0, 2, 0, 17, 2)
 
 
 @pytest.mark.parametrize("passed_by", [False, True])
@@ -898,16 +888,16 @@ def test_a_lockstep_learner_pushes_after_its_steps_and_waits_for_the_version(
 
 def test_waiting_pushes_are_announced_at_every_welcome_and_sent_again_to_a_new_life() -> None:
     seat = waiting()
-    (push,) = seat.sent(msg.Push)
+    (push,) = seat.take(msg.Push)
     seat.welcome()
-    assert seat.sent(msg.Push) == [push] and not seat.take(SendChunks)
+    assert seat.take(msg.Push) == [push] and not seat.take(SendChunks)
     seat.restart()
     seat.welcome()
-    assert seat.sent(msg.Push) == [push]
+    assert seat.take(msg.Push) == [push]
     assert seat.take(SendChunks) == [SendChunks(DataKind.PUSH, 0, 1)]
     seat.publish(0, 1, 1)
     seat.welcome(heads=(1, 0))
-    assert not seat.sent(msg.Push), "a version that is here holds it"
+    assert not seat.take(msg.Push), "a version that is here holds it"
 
 
 def test_the_broker_gets_chunks_of_waiting_pushes_only() -> None:
@@ -945,18 +935,18 @@ def test_a_run_that_ends_hears_at_once_what_is_finished_and_bye_when_all_is_fina
     seat.told(phase=Phase.ENDING)
     seat.rest()
     seat.encode()
-    assert not seat.sent(msg.Report)  # Nothing is finished, and nobody has said else.
+    assert not seat.take(msg.Report)  # Nothing is finished, and nobody has said else.
     for fragment, finished in enumerate(((0,), (0, 1))):
         seat.publish(fragment, 1, fragment + 1)
-        assert seat.sent(msg.Report)[-1].finished == finished
+        assert seat.take(msg.Report)[-1].finished == finished
     seat.rest()
     assert {each.keep for each in seat.take(Adopt)} == {1.0}, "no step of a run that ends is halved"
     seat.told(phase=Phase.ENDED, heads=(2, 1))
     for fragment, version in ((1, 1), (0, 2)):
         seat.rest()
-        assert seat.take(Adopt) == [Adopt(fragment, version, 0, 0.0, merged=False, overwrite=True)]
+        assert seat.take(Adopt) == [Adopt(fragment, version, 0, 0.0, merged=False)]
         seat.publish(0, 2)
-    assert seat.session.final and seat.sent(msg.Bye) == [msg.Bye("the run has ended")]
+    assert seat.session.final and seat.take(msg.Bye) == [msg.Bye("the run has ended")]
 
 
 def test_a_learner_that_leaves_pushes_what_is_left_and_waits_for_the_outcome() -> None:
@@ -969,7 +959,7 @@ def test_a_learner_that_leaves_pushes_what_is_left_and_waits_for_the_outcome() -
     seat.publish(0, 1, 1)
     assert not seat.session.ended
     seat.publish(1, 1, 2)
-    assert seat.session.ended and seat.sent(msg.Bye) == [msg.Bye("the loop has ended")]
+    assert seat.session.ended and seat.take(msg.Bye) == [msg.Bye("the loop has ended")]
 
 
 def test_a_learner_gives_up_when_nothing_moves() -> None:
@@ -985,7 +975,7 @@ def test_a_learner_gives_up_when_nothing_moves() -> None:
         seat.publish(0, version)
     assert not seat.session.ended
     seat.wait(1.0)
-    (bye,) = seat.sent(msg.Bye)
+    (bye,) = seat.take(msg.Bye)
     assert seat.session.ended and "last pushes, of fragments [0, 1]" in bye.reason
 
 
@@ -1003,7 +993,7 @@ def test_in_a_run_that_ends_the_broker_decides_how_long_it_takes() -> None:
     seat.wait(30.0)
     (offline, _) = seat.take(Note)
     assert offline.text.startswith("the broker is away: waits up to 30 s")
-    assert seat.sent(msg.Bye) == [msg.Bye("leaves without the run's final model")]
+    assert seat.take(msg.Bye) == [msg.Bye("leaves without the run's final model")]
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -1018,13 +1008,13 @@ def test_who_has_heard_of_the_end_waits_for_it_through_a_new_life_that_has_not(e
     if ends:
         seat.told(phase=Phase.ENDED)
         seat.rest()
-        assert seat.session.final and seat.sent(msg.Bye) == [msg.Bye("the run has ended")]
+        assert seat.session.final and seat.take(msg.Bye) == [msg.Bye("the run has ended")]
     else:
         for _ in range(599):
             assert not seat.session.ended
             seat.told()
             seat.wait(1.0)
-        assert seat.sent(msg.Bye) == [msg.Bye("leaves without the run's final model")]
+        assert seat.take(msg.Bye) == [msg.Bye("leaves without the run's final model")]
     assert seat.session.heard_ending
 
 
@@ -1042,16 +1032,13 @@ def test_who_trains_on_after_an_end_with_a_larger_goal_leaves_like_anybody() -> 
 
 def test_a_push_without_an_outcome_is_announced_again() -> None:
     """The broker drops what is above a quota, and would wait for the announcement for ever."""
-    seat = joined()
-    seat.told(collecting=(0,))
-    seat.step()
-    seat.encode()
-    (announced,) = seat.sent(msg.Push)
+    seat = waiting()
+    (announced,) = seat.take(msg.Push)
     repeated: list[tuple[int, msg.Push]] = []
     for second in range(1, 25):
         seat.told(collecting=(0,))
         seat.wait(1.0)
-        repeated += [(second, push) for push in seat.sent(msg.Push)]
+        repeated += [(second, push) for push in seat.take(msg.Push)]
     assert repeated == [(10, announced), (20, announced)]
 
 
