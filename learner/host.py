@@ -233,7 +233,7 @@ class LearnerHost:
     def _perform(self, now: float) -> None:
         session = self.session
         session.tick(now)
-        self.sender.set_rate(now, total=session.beat.up_bits_per_s)
+        self.sender.total.set_rate(session.beat.up_bits_per_s, now)
         if session.epoch != self._epoch:
             # Another life of the broker takes nothing that was queued for the old one.
             self.seeds.clear()

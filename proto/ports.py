@@ -1,19 +1,19 @@
-"""The ports of the two hosts: what a host asks of sockets, workers, a store and parameters.
+"""The ports of the two hosts: what a host asks of sockets, workers and parameters.
 
-The process gives real ports (ZeroMQ, threads, SQLite, torch), the simulator virtual ones. The time
+The process gives real ports (ZeroMQ, threads, torch), the simulator virtual ones. The time
 is an argument of every call into a host, so a host needs no clock. What crosses a port is plain
 data: nothing here knows torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from narrows.proto.codec import F32, PushChunk
 from narrows.proto.layout import Fragment
-from narrows.proto.messages import CodecName, Layout, RunSettings
+from narrows.proto.messages import CodecName, RunSettings
 
 Done: TypeAlias = Callable[[Any, float], None]
 """Called on the loop with the result of the work, or the exception that ended it, and the time."""
@@ -111,34 +111,3 @@ class Island(Protocol):
 
     def overwrite(self, fragment: Fragment, new: Copy) -> None:
         """Makes the parameters equal to a copy, whatever they were."""
-
-
-# The broker's disk.
-
-Version = TypeVar("Version")
-State = TypeVar("State", contravariant=True)
-
-
-class Store(Protocol[Version, State]):
-    """The journal of a run, written on workers. The broker's own records cross it: a version of a
-    fragment with all that went into it, and the state of a fragment. A write raises OSError if the
-    disk refuses it: then nothing was written, and the same call may be made again."""
-
-    def replay(self, fragment: Fragment, state: State) -> Iterable[Version]:
-        """The durable versions of a fragment that came after this state."""
-        ...
-
-    def seed(self, layout: Layout, states: Sequence[State]) -> None:
-        """Makes version 0 durable."""
-
-    def commit(self, version: Version) -> None:
-        """Makes a version durable."""
-
-    def snapshot(self, state: State) -> None:
-        """Keeps a durable state, so that a start replays less."""
-
-    def end(self) -> None:
-        """Makes durable that the run has ended."""
-
-    def check_folder(self) -> None:
-        """Raises StateError if the state directory is gone."""

@@ -91,7 +91,7 @@ def drops_late(host: Any) -> None:
 
 def sends_too_fast(host: Any) -> None:
     """The budget is ten per cent too wide."""
-    host.downlink.sender._total.bits_per_s *= 1.1
+    host.downlink.sender.total.bits_per_s *= 1.1
 
 
 def answers_once(host: Any) -> None:

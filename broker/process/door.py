@@ -131,9 +131,9 @@ class Door:
         with self._looked:
             # The list has changed and the loop has not looked: the key may have been admitted now.
             self._looked.wait_for(
-                lambda: self._allowed.site(key) or self._stat() == self._stamp, ADMITTED_S
+                lambda: self._allowed.keys.get(key) or self._stat() == self._stamp, ADMITTED_S
             )
-        if self._allowed.site(key) is None:
+        if self._allowed.keys.get(key) is None:
             self._tell_unknown(key)
         if self.site(key) is None:
             return False
@@ -181,7 +181,7 @@ class Door:
 
     def site(self, key: str) -> str | None:
         """For whom the frames of a connection speak; None: nobody, do not read them."""
-        return None if key in self._out else self._allowed.site(key)
+        return None if key in self._out else self._allowed.keys.get(key)
 
     def strike(self, key: str, now: float) -> None:
         """A message was refused. With REFUSALS_MAX of them in REFUSALS_S the key is kept out for
@@ -198,7 +198,7 @@ class Door:
         """Lets nothing of this key in for REFUSALS_S."""
         self._refused.pop(key, None)
         if key not in self._out:
-            site = self._allowed.site(key)
+            site = self._allowed.keys.get(key)
             _log.warning(
                 "the key of %s is kept out for %.0f s: %s. To end it: narrows keys revoke %s",
                 site,

@@ -156,9 +156,13 @@ class Downlink:
         version = self._pipeline.publication(fragment, number)
         assert version is not None, f"version {number} of fragment {fragment} was just installed"
         # A line that cannot keep up must not fill the memory: who misses these fetches the state.
-        kind, oldest = DataKind.PUBLICATION, number - msg.PUBLICATIONS_KEPT
+        oldest = number - msg.PUBLICATIONS_KEPT
         self.sender.discard(
-            lambda old: old.fragment == fragment and old.kind is kind and old.version <= oldest
+            lambda old: (
+                old.kind is DataKind.PUBLICATION
+                and old.fragment == fragment
+                and old.version <= oldest
+            )
         )
         self._put_publication("", version, version.publication)
         self.pump(now)
@@ -278,11 +282,8 @@ class Downlink:
             contributors=contributors,
         )
         stream = chunk.index % self._settings.streams
-        if requester:
-            topic = asked_topic(requester, stream)
-            self.sender.put_asked(requester, topic, header, chunk.payload)
-        else:
-            self.sender.put(live_topic(stream), header, chunk.payload)
+        topic = asked_topic(requester, stream) if requester else live_topic(stream)
+        self.sender.put(topic, header, chunk.payload, requester=requester)
 
     # -- to the socket
 

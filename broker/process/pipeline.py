@@ -22,15 +22,14 @@ import numpy as np
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import Alarm, Model, merge
 from narrows.broker.records import Contribution, FragmentState, Recovered, Version
-from narrows.broker.store import read_initial
+from narrows.broker.store import Store, read_initial
 from narrows.broker.syncer import Syncer
 from narrows.broker.syncer import events as ev
-from narrows.broker.syncer.state import fault
 from narrows.proto.codec import DecodedChunk, decode_chunk, values_of
-from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError, RemoteProtocolError
+from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError, RemoteProtocolError, fault
 from narrows.proto.layout import Fragment, build_table
 from narrows.proto.messages import LOSSLESS, Header, Layout
-from narrows.proto.ports import Done, Pool, Store
+from narrows.proto.ports import Done, Pool
 from narrows.proto.timing import DISK_AGAIN_S
 
 CRASH_PLACES: Final = ("merged", "appended", "durable", "installed", "published")
@@ -55,7 +54,7 @@ class PushPayloads:
 
 def replay(
     config: BrokerConfig,
-    store: Store[Version, FragmentState],
+    store: Store,
     recovered: Recovered,
     alarm: Alarm,
     note: Callable[[ev.Note], None],
@@ -97,7 +96,7 @@ class Pipeline:
         self,
         config: BrokerConfig,
         pool: Pool,
-        store: Store[Version, FragmentState],
+        store: Store,
         syncer: Syncer,
         recovered: Recovered,
         model: Model | None,

@@ -153,7 +153,7 @@ def put_live(sender: Sender, count: int, *, streams: int = 1) -> None:
 def put_asked(sender: Sender, who: str, count: int, *, streams: int = 1) -> None:
     for chunk in range(count):
         about = header(DataKind.STATE, chunk, incarnation=who)
-        assert sender.put_asked(who, f"r/{who}/{chunk % streams:02d}", about, PAYLOAD)
+        assert sender.put(f"r/{who}/{chunk % streams:02d}", about, PAYLOAD, requester=who)
 
 
 def run(
@@ -208,18 +208,18 @@ def test_all_that_waits_leaves_in_its_turn(live: int, asked: dict[str, int], str
 
 
 def test_a_chunk_that_waits_is_not_queued_twice() -> None:
-    """Holds `Sender.put_asked`."""
+    """Holds `Sender.put`."""
     sender = Sender()
     put_live(sender, 1)
     publication = header(DataKind.PUBLICATION, 0)
     assert not sender.put("p/00", publication, PAYLOAD)
     mine = header(DataKind.PUBLICATION, 0, incarnation="a")
-    assert not sender.put_asked("a", "r/a/00", mine, PAYLOAD), "it comes on the shared topic"
+    assert not sender.put("r/a/00", mine, PAYLOAD, requester="a"), "it comes on the shared topic"
     put_asked(sender, "a", 1)
     put_asked(sender, "b", 1)
-    assert not sender.put_asked("a", "r/a/00", header(DataKind.STATE, 0), PAYLOAD)
+    assert not sender.put("r/a/00", header(DataKind.STATE, 0), PAYLOAD, requester="a")
     assert len(run(sender, 0.0)) == 3
-    assert sender.put_asked("a", "r/a/00", mine, PAYLOAD), "it has left, and was lost"
+    assert sender.put("r/a/00", mine, PAYLOAD, requester="a"), "it has left, and was lost"
 
 
 def test_what_is_discarded_does_not_leave_and_nothing_does_while_nobody_listens() -> None:
@@ -277,7 +277,7 @@ def test_control_and_acknowledgements_are_charged_and_a_lower_rate_holds() -> No
     sent = Counter[int]()
     while now < 4.0:
         if now >= 2.0:
-            sender.set_rate(now, total=5e5)
+            sender.total.set_rate(5e5, now)
         sender.charge((4, 1000), now)
         sender.received((4, 100, 28_000), now)
         while entry := sender.due(now):
