@@ -59,7 +59,7 @@ class LearnerHost:
         curve: bool = False,
     ) -> None:
         self.session = Session(name, incarnation, layout, now)
-        self.sender = Sender(curve=curve, may_lose=False)
+        self.sender = Sender(curve=curve)
         """The uplink's queue; the link sets `ready` once the broker has subscribed."""
         self.island = island
         """The host calls its `copy` on workers; the rest is for the training thread."""

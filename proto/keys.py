@@ -87,7 +87,7 @@ def read_public_line(text: str) -> tuple[str, str]:
 
 def check_key(text: str, where: str) -> str:
     """`text` if it is a public key. Raises ConfigError that says `where` it stands."""
-    # Public and secret keys look alike, and any 32 bytes can be a secret: so can a public key.
+    # Only the form can be checked: public and secret keys look alike, and any 32 bytes are one.
     if not _public_half(text):
         raise ConfigError(
             where,

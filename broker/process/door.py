@@ -38,7 +38,7 @@ ADMITTED_S: Final = 2.0
 """Seconds that a handshake with an unknown key waits for the next look at most."""
 
 TOLD_MAX: Final = 10
-"""Keys that are not admitted of which the log tells in REFUSALS_S."""
+"""Keys that are not admitted and that the log names in REFUSALS_S."""
 
 _TOPIC: Final = re.compile(r"p/[0-9]{2}|r/(" + INCARNATION_PATTERN[2:-2] + r")/[0-9]{2}")
 

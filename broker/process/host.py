@@ -89,12 +89,13 @@ class Host:
     def data(self, site: str | None, frames: list[bytes], now: float) -> None:
         """A data message: topic, header, payload.
 
-        The uplink has no way back: who sends what cannot be read, or speaks for another, is named
-        in the log. A push that no round can take is refused on control.
+        The uplink has no way back: the log names a sender whose data cannot be read, or that speaks
+        for another. A push that no round can take is refused on control.
         """
         try:
             header = _checked_header(site, frames)
-            # What is for another life was on its way during a restart. What lacks is asked for.
+            # Data for another life were on their way during a restart. What is missing after it is
+            # asked for again.
             if header.epoch == self.syncer.state.epoch:
                 self._chunk(header, frames[2], now)
         except RemoteProtocolError as error:
@@ -128,8 +129,7 @@ class Host:
                 remedy="it is asked for again",
                 code=ErrorCode.BAD_DIGEST,
             )
-        is_push = header.kind is msg.DataKind.PUSH
-        if header.codec != msg.LOSSLESS and not is_push:
+        if header.codec != msg.LOSSLESS and header.kind is not msg.DataKind.PUSH:
             raise fault(
                 "codec of version 0",
                 expected=msg.LOSSLESS,
@@ -142,10 +142,7 @@ class Host:
                 self.syncer.layout(header.incarnation, wire.unpack_layout(payload), now)
         elif self.syncer.wants(header, now):
             self._up_bytes[wire.name_of(header.incarnation)] += len(payload)
-            if is_push:
-                self.pipeline.keep(header, payload)
-            else:
-                self.pipeline.keep_seed(header, payload)
+            self.pipeline.keep(header, payload)
 
     def _came(self, frames: list[bytes], now: float) -> None:
         # Acknowledgements of what comes leave on the line that the budget is for.

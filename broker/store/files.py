@@ -80,7 +80,7 @@ class Place(NamedTuple):
 
     digest: str
     pack: int | None
-    """Number of the pack. None, and so the rest: no start needs the chunks any more."""
+    """Number of the pack. None, as are `offset` and `sizes`, once no start needs the chunks."""
     offset: int
     sizes: str
     """Bytes of each chunk, as JSON."""
@@ -89,8 +89,8 @@ class Place(NamedTuple):
 class Packs:
     """The packs of one state directory: `packs/00000012.pack`.
 
-    What a process finds at its start is never appended to, and neither is a pack that failed once:
-    after a failed fsync its end may be in the page cache only, and the next fsync would succeed
+    A process never appends to a pack that it finds at its start, nor to one that has failed: after
+    a failed fsync the end of a pack may be in the page cache only, and the next fsync would succeed
     without it.
     """
 

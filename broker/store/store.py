@@ -91,7 +91,7 @@ INCARNATIONS_KEPT: Final = 1024
 
 class Store(History):
     """A history that goes on. One process at a time has a state directory open; any thread may
-    call it. What is read has a connection of its own: the loop must not wait for a commit.
+    call it. Reads have a connection of their own: the loop must not wait for a commit.
 
     An error of the database other than a full disk is a StateError, after which the process must
     end: what a commit did is known only after the next start, which makes durable what it finds.

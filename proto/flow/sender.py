@@ -103,10 +103,7 @@ class Sender:
     total, and once to the share of each learner. Times are seconds on the caller's monotonic clock.
     """
 
-    def __init__(
-        self, *, total: float = 0.0, each: float = 0.0, curve: bool = False, may_lose: bool = True
-    ) -> None:
-        """`may_lose`: live data that meets a full pipe becomes lossy in the end (the downlink)."""
+    def __init__(self, *, total: float = 0.0, each: float = 0.0, curve: bool = False) -> None:
         self.fan_out = 1
         """Connections that live data goes to."""
         self.ready = True
@@ -124,7 +121,6 @@ class Sender:
         self._places: set[tuple[object, ...]] = set()
         """The places of all waiting entries."""
         self._curve = curve
-        self._may_lose = may_lose
         self._patience = _Patience()
         self._live_in_row = 0
         self._paused = True
@@ -222,12 +218,12 @@ class Sender:
                 del self._shares[requester]
 
     def blocked(self, entry: Entry, now: float) -> None:
-        """The socket had no room. The lane is tried again in RETRY_S; live data that may be lost
+        """The socket had no room. The lane is tried again in RETRY_S; live data for several readers
         is, once patience is used up, due at once and lossy."""
         lane = self._lanes(entry.requester)[entry.topic]
         assert lane.entries[0] is entry, "another message than the one that was due"
         lane.retry_at = now + RETRY_S
-        if entry.requester or not self._may_lose or self.fan_out < 2:
+        if entry.requester or self.fan_out < 2:
             return  # A single reader holds up nobody but itself.
         if lane.loses_from is None:
             budgets = (self.total, *self._shares_of(entry))
