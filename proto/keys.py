@@ -65,7 +65,8 @@ def servers_of(key: SiteKey | None) -> tuple[str, ...]:
 
 def new_pair() -> KeyPair:
     """A fresh pair from the system's randomness."""
-    return KeyPair(*(half.decode() for half in zmq.curve_keypair()))
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public.decode(), secret.decode())
 
 
 def public_line(name: str, public: str) -> str:

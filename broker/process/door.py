@@ -74,9 +74,8 @@ def bind(socket: zmq.Socket[bytes], address: Address, until: float = 0.0) -> int
             if error.errno != errno.EADDRINUSE or time.monotonic() >= until:
                 raise _cannot_listen(address, error) from error
             time.sleep(0.002)
-    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(endpoint, bytes)
-    return int(endpoint.decode().rstrip("\0").rpartition(":")[2])
+    endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    return int(endpoint.rstrip("\0").rpartition(":")[2])
 
 
 def _cannot_listen(address: Address, error: zmq.ZMQError) -> NarrowsError:

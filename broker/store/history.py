@@ -110,7 +110,7 @@ class History:
                 expected=f"the state directory of a broker, with its {DATABASE}",
                 got=f"a folder without {DATABASE}" if folder.is_dir() else "no such folder",
             )
-        self._packs = files.Packs(folder / "packs", durable=durable)
+        self._packs = files.Packs(folder / "packs", durable)
         uri = f"{self.file.absolute().as_uri()}?mode=ro"
         with database_errors(self.file):
             self._reader = sqlite3.connect(uri, uri=True, check_same_thread=False)

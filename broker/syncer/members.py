@@ -158,13 +158,13 @@ class Member:
             self.counted = (now, report.steps)
 
 
+@dataclass(eq=False)
 class Members:
     """All members by name and connection."""
 
-    def __init__(self) -> None:
-        self.by_name: dict[str, Member] = {}
-        self.by_peer: dict[str, Member] = {}
-        """The connected ones, in the order of joining."""
+    by_name: dict[str, Member] = field(default_factory=dict[str, Member])
+    by_peer: dict[str, Member] = field(default_factory=dict[str, Member])
+    """The connected ones, in the order of joining."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self.by_name.values())

@@ -74,15 +74,15 @@ _Lanes: TypeAlias = dict[str, _Lane]
 """Lanes by topic, in the order of their turns."""
 
 
+@dataclass(eq=False)
 class _Patience:
     """Time for which live data may still wait for readers that do not keep up.
 
     Lanes that wait side by side use it once: each is charged from when the last one was.
     """
 
-    def __init__(self) -> None:
-        self._left_s = PATIENCE_S
-        self._charged_at = 0.0
+    _left_s: float = PATIENCE_S
+    _charged_at: float = 0.0
 
     def left_s(self, loses_from: float, now: float) -> float:
         """The rest of it after a wait that costs the others since `loses_from`."""
