@@ -69,13 +69,13 @@ def bind(socket: zmq.Socket[bytes], address: Address, until: float = 0.0) -> int
     while True:
         try:
             socket.bind(f"tcp://{address.host}:{address.port or '*'}")
-            break
         except zmq.ZMQError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() >= until:
                 raise _cannot_listen(address, error) from error
             time.sleep(0.002)
-    endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-    return int(endpoint.rstrip("\0").rpartition(":")[2])
+        else:
+            endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            return int(endpoint.rstrip("\0").rpartition(":")[2])
 
 
 def _cannot_listen(address: Address, error: zmq.ZMQError) -> NarrowsError:
