@@ -138,7 +138,8 @@ class BrokerConfig(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     @cached_property
     def shared(self) -> RunSettings:
         """The settings that every learner is told; the rates cut messages to 10 ms of a share."""
-        rate = self.message_rate
+        # The slowest rate that one learner's data may have to live with.
+        rate = _smallest_limit(self._share(self.wan.up, self.wan.total_up), self.down_rate)
         streams = self.wan.streams
         if streams == 0:
             streams = 4 if rate == 0.0 or rate > 100e6 else 1
@@ -158,11 +159,6 @@ class BrokerConfig(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
             tokens_per_run_step=int(self.run.tokens_per_run_step),
             max_offline_s=float(self.run.max_offline),
         )
-
-    @property
-    def message_rate(self) -> float:
-        """The slowest rate, in bit/s, that one learner's data may have to live with; 0: none."""
-        return _smallest_limit(self._share(self.wan.up, self.wan.total_up), self.down_rate)
 
     @property
     def down_rate(self) -> float:

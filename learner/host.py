@@ -59,7 +59,7 @@ class LearnerHost:
         curve: bool = False,
     ) -> None:
         self.session = Session(name, incarnation, layout, now)
-        self.sender = Sender(curve=curve, may_lose=False)
+        self.sender = Sender(curve=curve)
         """The uplink's queue; the link sets `ready` once the broker has subscribed."""
         self.island = island
         """The host calls its `copy` on workers; the rest is for the training thread."""
@@ -207,7 +207,7 @@ class LearnerHost:
         """Performs what the session has decided, up to what the training thread is about to do."""
         session = self.session
         session.tick(now)
-        self.sender.set_rate(now, total=session.beat.up_bits_per_s)
+        self.sender.total.set_rate(session.beat.up_bits_per_s, now)
         if session.epoch != self._epoch:
             # Another life of the broker takes nothing that was queued for the old one.
             self.seeds.clear()

@@ -24,7 +24,7 @@ from narrows.learner.sockets import Sockets
 from narrows.proto.codec import F32
 from narrows.proto.errors import NarrowsError, Refused, printable
 from narrows.proto.events import EventFile
-from narrows.proto.keys import read_site_key
+from narrows.proto.keys import check_trust, read_site_key, servers_of
 from narrows.proto.messages import Header, Layout
 from narrows.proto.ports import Done, Island
 from narrows.proto.timing import REDIAL_S
@@ -213,17 +213,17 @@ class Link:
                 _log.warning("%s", printable(text))
         if self.target.key_file is not None:
             try:
-                self._key = read_site_key(self.target.key_file)
+                file = self.target.key_file
+                self._key = check_trust(read_site_key(file), file)
             except NarrowsError as error:
                 _log.warning("the key in use stays: %s", error)
         self._sockets.close(linger_s=0.0)
         self._dial()
 
     def _dial(self) -> None:
-        server = ""
-        if self._key and self._key.servers:
-            # The keys of the broker that the site trusts take turns: one may be the next.
-            server = self._key.servers[self._dials % len(self._key.servers)]
+        # The keys of the broker that the site trusts take turns: one may be the next.
+        servers = servers_of(self._key)
+        server = servers[self._dials % len(servers)]
         self._dials += 1
         self._dialled_at = time.monotonic()
         self._sockets = Sockets(self.target, self.host.session.incarnation, self._key, server)

@@ -57,9 +57,16 @@ class SiteKey:
     """Control address of the broker, if the file has it."""
 
 
+def servers_of(key: SiteKey | None) -> tuple[str, ...]:
+    """The public keys of the broker, of which each dial tries the next; without a key one that is
+    empty, which stands for a broker without keys."""
+    return key.servers if key else ("",)
+
+
 def new_pair() -> KeyPair:
     """A fresh pair from the system's randomness."""
-    return KeyPair(*(half.decode() for half in zmq.curve_keypair()))
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public.decode(), secret.decode())
 
 
 def public_line(name: str, public: str) -> str:
@@ -81,7 +88,7 @@ def read_public_line(text: str) -> tuple[str, str]:
 
 def check_key(text: str, where: str) -> str:
     """`text` if it is a public key. Raises ConfigError that says `where` it stands."""
-    # Public and secret keys look alike, and any 32 bytes can be a secret: so can a public key.
+    # Only the form can be checked: public and secret keys look alike, and any 32 bytes are one.
     if not _public_half(text):
         raise ConfigError(
             where,
@@ -207,11 +214,7 @@ class AllowList:
     sites: Mapping[str, tuple[str, ...]]
     """Name -> public keys, in the order of the file."""
     keys: Mapping[str, str]
-    """Public key -> name."""
-
-    def site(self, public: str) -> str | None:
-        """The site that a key speaks for; None: the key is not admitted."""
-        return self.keys.get(public)
+    """Public key -> name. A key that is not here is not admitted."""
 
     @staticmethod
     def path(folder: Path) -> Path:
@@ -236,7 +239,7 @@ class AllowList:
     def allow(cls, folder: Path, name: str, public: str) -> AllowList:
         """Admits a key, beside other keys of that name. Raises ConfigError if it is another's."""
         before = cls.read(folder)
-        owner = before.site(check_key(public, name))
+        owner = before.keys.get(check_key(public, name))
         if owner not in (None, name):
             raise ConfigError(f"the key of {name}", expected="its own", got=f"that of {owner}")
         keys = before.sites.get(check_name(name, "a name to allow"), ())

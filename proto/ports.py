@@ -1,6 +1,6 @@
-"""The ports of the two hosts: what a host asks of sockets, workers, a store and parameters.
+"""The ports of the two hosts: what a host asks of sockets, workers and parameters.
 
-The process gives real ports (ZeroMQ, threads, SQLite, torch), the simulator virtual ones. The time
+The process gives real ports (ZeroMQ, threads, torch), the simulator virtual ones. The time
 is an argument of every call into a host, so a host needs no clock. What crosses a port is plain
 data: nothing here knows torch.
 """

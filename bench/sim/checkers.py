@@ -143,7 +143,7 @@ class Checkers:
     def booted(self, host: Host) -> None:
         """A new life must have what the last one had."""
         self._db = sqlite3.connect(f"file:{self._run.path / 'run.db'}?mode=ro", uri=True)
-        model, epoch = host.pipeline.model, host.syncer.epoch
+        model, epoch = host.pipeline.model, host.syncer.state.epoch
         self._histories[epoch] = self._history
         states = model.states if model else []
         if self._left and len(states) != len(self._left):

@@ -63,8 +63,9 @@ def says_nobody(host: Any) -> None:
     """Publications do not tell whose pushes they hold."""
     put = host.downlink.sender.put
 
-    def nobody(topic: str, header: Header, payload: bytes) -> bool:
-        return bool(put(topic, structs.replace(header, contributors=()), payload))
+    def nobody(topic: str, header: Header, payload: bytes, *, requester: str) -> bool:
+        silent = structs.replace(header, contributors=())
+        return bool(put(topic, silent, payload, requester=requester))
 
     host.downlink.sender.put = nobody
 
@@ -91,7 +92,7 @@ def drops_late(host: Any) -> None:
 
 def sends_too_fast(host: Any) -> None:
     """The budget is ten per cent too wide."""
-    host.downlink.sender._total.bits_per_s *= 1.1
+    host.downlink.sender.total.bits_per_s *= 1.1
 
 
 def answers_once(host: Any) -> None:

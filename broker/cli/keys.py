@@ -67,7 +67,12 @@ def new(
         print(f"{keys / 'broker.key'} is made. Sites need its public key:\n{pair.public}")
         return
     exists = file.exists()
-    site = read_site_key(file) if exists else SiteKey(check_name(name, "--name"), new_pair())
+    if exists:
+        done = "changed"
+        site = read_site_key(file)
+    else:
+        done = "made"
+        site = SiteKey(check_name(name, "--name"), new_pair())
     if name not in ("", site.name):
         raise ConfigError(f"{file} is the key of another site", expected=site.name, got=name)
     if server:
@@ -75,7 +80,7 @@ def new(
     if broker:
         site = replace(site, broker=str(parse_address(broker)))
     write_site_key(file, site, replace=exists)
-    print(f"{file} is {'changed' if exists else 'made'}. Mail this line to the broker's operator:")
+    print(f"{file} is {done}. Mail this line to the broker's operator:")
     print(public_line(site.name, site.pair.public))
     if not site.servers:
         print(f"Then add the broker's public key: narrows keys new {file} --server 'KEY'")

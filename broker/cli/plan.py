@@ -201,7 +201,7 @@ def plan(
         if made["fits"]:
             break
     print(json.dumps(made, indent=1) if json_ else as_text(made))
-    return 0 if made["fits"] else 1
+    return int(not made["fits"])
 
 
 def as_text(plan: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from narrows.broker.cli.status import ask_status, find_broker, read_key
 from narrows.broker.process.door import bind, listening_address
 from narrows.proto.config import Address, parse_address
 from narrows.proto.errors import NarrowsError
-from narrows.proto.keys import SiteKey, serve_keys
+from narrows.proto.keys import SiteKey, serve_keys, servers_of
 from narrows.proto.sockets import Dial, Kind, make_socket, needs_ipv6
 from narrows.proto.timing import REDIAL_S
 
@@ -52,7 +52,7 @@ class _Upstream:
 
     def _open(self, now: float) -> None:
         # The keys of the broker that the site trusts take turns: one may be the next.
-        servers = self._key.servers if self._key else ("",)
+        servers = servers_of(self._key)
         server = servers[self._dials % len(servers)]
         self._dials += 1
         self._dialled_at = now
@@ -78,7 +78,7 @@ class _Upstream:
         if self.dial.is_dead(now) and now >= self._dialled_at + REDIAL_S:
             self.dial.close()
             try:
-                self._key = read_key(self._file) if self._file else None
+                self._key = read_key(self._file)
             except NarrowsError as error:
                 self._tell(f"the key in use stays: {error}")
             self._open(now)
@@ -107,15 +107,19 @@ def relay(
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     control, site_key, file = find_broker(broker, key)
-    pair = site_key.pair if site_key else None
-    own = listening_address(listen, has_keys=bool(pair), insecure=insecure, flag="--key")
+    has_keys = site_key is not None
+    own = listening_address(listen, has_keys=has_keys, insecure=insecure, flag="--key")
     # Asking fails at once, with its reason, where this key is not admitted or nobody is there.
     told = ask_status(control, site_key, timeout_s=5.0)
     downlink = Address(parse_address(control).host, told["downlink_port"])
     context: zmq.Context[Socket] = zmq.Context()
-    # A learner that holds the site's key belongs to the site. The relay proves with the same key
-    # that it belongs there, too.
-    authenticator = serve_keys(context, lambda public: public == pair.public) if pair else None
+    pair = None
+    authenticator = None
+    if site_key is not None:
+        # A learner that holds the site's key belongs to the site. The relay proves with the same
+        # key that it belongs there, too.
+        pair = site_key.pair
+        authenticator = serve_keys(context, lambda public: public == site_key.pair.public)
     site = make_socket(context, Kind.RELAY_SITE, pair=pair, ipv6=own.listens_on_ipv6)
     try:
         port = bind(site, own)

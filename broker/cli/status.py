@@ -24,7 +24,7 @@ from narrows.proto.errors import (
     Refused,
     printable,
 )
-from narrows.proto.keys import SiteKey, check_trust, read_site_key
+from narrows.proto.keys import SiteKey, check_trust, read_site_key, servers_of
 from narrows.proto.messages import CONTROL_BYTES_MAX, AskStatus, Refuse, Status
 from narrows.proto.sockets import Dial, Kind, needs_ipv6
 from narrows.proto.units import Size
@@ -68,15 +68,17 @@ def find_broker(broker: str | None, key: Path | None) -> tuple[str, SiteKey | No
     an address the key's, or this machine. Raises ConfigError for a key that cannot be used."""
     given = key or os.environ.get("NARROWS_KEY")
     file = Path(given) if given else None
-    site = read_key(file) if file else None
+    site = read_key(file)
     address = broker or os.environ.get("NARROWS_BROKER")
     if site is not None:
         address = address or site.broker
     return address or BrokerConfig().broker.listen, site, file
 
 
-def read_key(file: Path) -> SiteKey:
-    """The key of a site that trusts a broker. Raises ConfigError."""
+def read_key(file: Path | None) -> SiteKey | None:
+    """The key of a site that trusts a broker, if there is a file. Raises ConfigError."""
+    if file is None:
+        return None
     if file.name == "broker.key":
         raise ConfigError(
             f"{file} is the broker's own key, which no broker admits",
@@ -91,12 +93,12 @@ def ask_status(broker: str, key: SiteKey | None, *, timeout_s: float) -> dict[st
     `timeout_s` unless it is certain before."""
     address = parse_address(broker)
     until = time.monotonic() + timeout_s
-    servers = key.servers if key else ("",)
-    for server in servers[:-1]:
+    *others, last = servers_of(key)
+    for server in others:
         # A site trusts two keys while the broker changes its own; with the other one it breaks off.
         with suppress(BrokerUnreachable):
             return _ask(address, key, server, until)
-    return _ask(address, key, servers[-1], until)
+    return _ask(address, key, last, until)
 
 
 def _ask(address: Address, key: SiteKey | None, server: str, until: float) -> dict[str, Any]:
@@ -160,8 +162,10 @@ def _headline(said: dict[str, Any]) -> list[str]:
 
 def _table(learners: dict[str, dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for column in ("learner", "state", "heard", "steps/s", "loss", "logged", "merged", "behind"):
-        table.add_column(column, justify="left" if column in ("learner", "state") else "right")
+    for column in ("learner", "state"):
+        table.add_column(column)
+    for column in ("heard", "steps/s", "loss", "logged", "merged", "behind"):
+        table.add_column(column, justify="right")
     for name, each in learners.items():
         table.add_row(
             printable(name),

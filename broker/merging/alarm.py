@@ -7,6 +7,7 @@ are no fault.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import Final
 
 from narrows.broker.records import Version
@@ -22,12 +23,13 @@ MEMORY: Final = 16
 """The running mean remembers about so many pushes."""
 
 
+@dataclass(eq=False)
 class Alarm:
     """Running means of norm / sqrt(steps), per fragment and learner: a random walk grows with the
     root of its steps."""
 
-    def __init__(self) -> None:
-        self._means: dict[int, dict[str, tuple[int, float]]] = {}
+    _means: dict[int, dict[str, tuple[int, float]]] = field(default_factory=dict)
+    """Fragment -> learner -> number of its pushes, MEMORY at most, and their mean."""
 
     def hear(self, version: Version) -> list[str]:
         """Takes in the pushes of a version; one line for each that is far too long."""

@@ -41,7 +41,7 @@ def norms_of(fragment: Fragment, vectors: Sequence[Vector]) -> F64:
         for number, chunk in enumerate(vector):
             offset, count = fragment.chunk(number, vector[0].count)
             pieces = _pieces(fragment, offset, count)
-            if chunk.coded:
+            if chunk.codec.coded:
                 # Whole numbers times scale**2 of 16 bits are exact in float64, hence the same in
                 # any cut: with the largest codes of int8 up to 2**23 elements, else far beyond.
                 squares[pieces, column] += chunk.square_sums()
@@ -137,7 +137,7 @@ def _add(
         if (start, stop) not in spans:
             spans[start, stop] = read_only(fragment.spans(start, stop - start))
         codes: I8 | F32
-        if chunk.coded:
+        if chunk.codec.coded:
             codes = chunk.codes_of(start - offset, stop - offset, scratch)
         else:
             codes = read_only(chunk.floats(start - offset, stop - offset))

@@ -17,8 +17,8 @@ from typing import Final
 import zmq
 
 UNFINISHED_BYTES_MAX: Final = 128 << 20
-"""Bytes that may come on a connection before a message is whole. Of one whose messages wait to be
-read there are 40 MiB at most: the queues of its socket and the kernel's."""
+"""Bytes that may come on a connection before a message is whole. Whole messages that wait to be
+read are 40 MiB at most: they fill the queues of their socket and the kernel's."""
 
 BYTES_RECEIVED: Final = slice(128, 136)
 """Place of tcpi_bytes_received in Linux' struct tcp_info."""
@@ -67,7 +67,7 @@ class Connections:
         """Descriptors whose end was told before their beginning: two threads of libzmq tell."""
 
     def follow(self) -> None:
-        """Takes in what has become of connections."""
+        """Takes in which connections have begun and ended."""
         while self.monitor.poll(0):
             event, value = struct.unpack("=HI", self.monitor.recv_multipart()[0])
             if event == zmq.EVENT_ACCEPTED and value in self._early:
@@ -99,8 +99,8 @@ class Connections:
                 _end(descriptor)
 
     def look(self) -> None:
-        """Ends connections on which a message never ends: libzmq keeps its parts in memory. Tells
-        of those that have ended without one."""
+        """Ends connections on which a message never ends: libzmq keeps its parts in memory. Warns
+        of connections that have ended without a message."""
         for descriptor, known in self._known.items():
             came_bytes = _received_bytes(descriptor)
             if known.heard_bytes < 0:

@@ -38,7 +38,7 @@ ADMITTED_S: Final = 2.0
 """Seconds that a handshake with an unknown key waits for the next look at most."""
 
 TOLD_MAX: Final = 10
-"""Keys that are not admitted of which the log tells in REFUSALS_S."""
+"""Keys that are not admitted and that the log names in REFUSALS_S."""
 
 _TOPIC: Final = re.compile(r"p/[0-9]{2}|r/(" + INCARNATION_PATTERN[2:-2] + r")/[0-9]{2}")
 
@@ -69,14 +69,13 @@ def bind(socket: zmq.Socket[bytes], address: Address, until: float = 0.0) -> int
     while True:
         try:
             socket.bind(f"tcp://{address.host}:{address.port or '*'}")
-            break
         except zmq.ZMQError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() >= until:
                 raise _cannot_listen(address, error) from error
             time.sleep(0.002)
-    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(endpoint, bytes)
-    return int(endpoint.decode().rstrip("\0").rpartition(":")[2])
+        else:
+            endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            return int(endpoint.rstrip("\0").rpartition(":")[2])
 
 
 def _cannot_listen(address: Address, error: zmq.ZMQError) -> NarrowsError:
@@ -131,9 +130,9 @@ class Door:
         with self._looked:
             # The list has changed and the loop has not looked: the key may have been admitted now.
             self._looked.wait_for(
-                lambda: self._allowed.site(key) or self._stat() == self._stamp, ADMITTED_S
+                lambda: self._allowed.keys.get(key) or self._stat() == self._stamp, ADMITTED_S
             )
-        if self._allowed.site(key) is None:
+        if self._allowed.keys.get(key) is None:
             self._tell_unknown(key)
         if self.site(key) is None:
             return False
@@ -181,7 +180,7 @@ class Door:
 
     def site(self, key: str) -> str | None:
         """For whom the frames of a connection speak; None: nobody, do not read them."""
-        return None if key in self._out else self._allowed.site(key)
+        return None if key in self._out else self._allowed.keys.get(key)
 
     def strike(self, key: str, now: float) -> None:
         """A message was refused. With REFUSALS_MAX of them in REFUSALS_S the key is kept out for
@@ -198,7 +197,7 @@ class Door:
         """Lets nothing of this key in for REFUSALS_S."""
         self._refused.pop(key, None)
         if key not in self._out:
-            site = self._allowed.site(key)
+            site = self._allowed.keys.get(key)
             _log.warning(
                 "the key of %s is kept out for %.0f s: %s. To end it: narrows keys revoke %s",
                 site,

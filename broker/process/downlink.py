@@ -32,13 +32,14 @@ class Connection(NamedTuple):
 
 SPARE_CONNECTIONS: Final = 8
 """Connections that are charged beyond the learners that are here: after a restart they listen
-before they say Hello. More are not: a key holder could stop all publications by opening many."""
+before they say Hello. No more are charged, or a key holder could stop all publications by opening
+many."""
 
 TOPICS_MAX: Final = 1 << 14
 """Topics of one connection; a relay listens for all learners of its site."""
 
 EARLY_MAX: Final = 64
-"""Questions of a learner that does not listen yet. It asks again for what is above."""
+"""Questions that are kept of a learner that does not listen yet. It repeats the others later."""
 
 COPIES_MAX: Final = 2
 """Copies of a fragment's state that are served at once: one that is being fetched, and a newer."""
@@ -102,8 +103,8 @@ class Downlink:
     # -- who listens
 
     def listens(self, connection: Connection, topic: str, is_on: bool, now: float) -> bool:
-        """A connection subscribes to a topic, or ends that. Said twice it changes nothing: else a
-        peer could have publications charged to the budget that go nowhere. False: it has too many
+        """A connection subscribes to a topic, or ends that. To repeat either changes nothing: else
+        a peer could have publications charged to the budget that go nowhere. False: it has too many
         topics, which cost libzmq a KiB each."""
         topics = self._topics.setdefault(connection, {})
         if is_on == (topic in topics):
@@ -155,10 +156,15 @@ class Downlink:
         """Queues a publication for everybody."""
         version = self._pipeline.publication(fragment, number)
         assert version is not None, f"version {number} of fragment {fragment} was just installed"
-        # A line that cannot keep up must not fill the memory: who misses these fetches the state.
-        kind, oldest = DataKind.PUBLICATION, number - msg.PUBLICATIONS_KEPT
+        # A line that cannot keep up must not fill the memory. A learner that misses a publication
+        # that is dropped here fetches the state.
+        oldest = number - msg.PUBLICATIONS_KEPT
         self.sender.discard(
-            lambda old: old.fragment == fragment and old.kind is kind and old.version <= oldest
+            lambda old: (
+                old.kind is DataKind.PUBLICATION
+                and old.fragment == fragment
+                and old.version <= oldest
+            )
         )
         self._put_publication("", version, version.publication)
         self.pump(now)
@@ -278,11 +284,8 @@ class Downlink:
             contributors=contributors,
         )
         stream = chunk.index % self._settings.streams
-        if requester:
-            topic = asked_topic(requester, stream)
-            self.sender.put_asked(requester, topic, header, chunk.payload)
-        else:
-            self.sender.put(live_topic(stream), header, chunk.payload)
+        topic = asked_topic(requester, stream) if requester else live_topic(stream)
+        self.sender.put(topic, header, chunk.payload, requester=requester)
 
     # -- to the socket
 

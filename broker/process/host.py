@@ -17,10 +17,9 @@ from narrows.broker.process.pipeline import Pipeline, replay
 from narrows.broker.store import Store
 from narrows.broker.syncer import Syncer
 from narrows.broker.syncer import events as ev
-from narrows.broker.syncer.state import fault
 from narrows.proto import messages as msg
 from narrows.proto import wire
-from narrows.proto.errors import RETRIED, ErrorCode, RemoteProtocolError, printable
+from narrows.proto.errors import RETRIED, ErrorCode, RemoteProtocolError, fault, printable
 from narrows.proto.ports import BrokerWires, Done, Pool
 
 
@@ -90,13 +89,14 @@ class Host:
     def data(self, site: str | None, frames: list[bytes], now: float) -> None:
         """A data message: topic, header, payload.
 
-        The uplink has no way back: who sends what cannot be read, or speaks for another, is named
-        in the log. A push that no round can take is refused on control.
+        The uplink has no way back: the log names a sender whose data cannot be read, or that speaks
+        for another. A push that no round can take is refused on control.
         """
         try:
             header = _checked_header(site, frames)
-            # What is for another life was on its way during a restart. What lacks is asked for.
-            if header.epoch == self.syncer.epoch:
+            # Data for another life were on their way during a restart. What is missing after it is
+            # asked for again.
+            if header.epoch == self.syncer.state.epoch:
                 self._chunk(header, frames[2], now)
         except RemoteProtocolError as error:
             self._on_fault("", now)
@@ -129,8 +129,7 @@ class Host:
                 remedy="it is asked for again",
                 code=ErrorCode.BAD_DIGEST,
             )
-        is_push = header.kind is msg.DataKind.PUSH
-        if header.codec != msg.LOSSLESS and not is_push:
+        if header.codec != msg.LOSSLESS and header.kind is not msg.DataKind.PUSH:
             raise fault(
                 "codec of version 0",
                 expected=msg.LOSSLESS,
@@ -143,8 +142,7 @@ class Host:
                 self.syncer.layout(header.incarnation, wire.unpack_layout(payload), now)
         elif self.syncer.wants(header, now):
             self._up_bytes[wire.name_of(header.incarnation)] += len(payload)
-            keep = self.pipeline.keep if is_push else self.pipeline.keep_seed
-            keep(header, payload)
+            self.pipeline.keep(header, payload)
 
     def _came(self, frames: list[bytes], now: float) -> None:
         # Acknowledgements of what comes leave on the line that the budget is for.
@@ -164,7 +162,7 @@ class Host:
     def deadline(self, now: float) -> float:
         """Time at which `turn` is to be called if nothing comes before."""
         sends_at = self.downlink.sender.deadline(now)
-        return min(self.syncer.deadline(now), self.pipeline.deadline(), sends_at)
+        return min(self.syncer.wake_at, self.pipeline.deadline(), sends_at)
 
     def stop(self, reason: str, now: float) -> None:
         """The operator ends the process: everybody is told, and `finished` is set."""
@@ -200,11 +198,9 @@ class Host:
     # -- effects
 
     def _perform(self, now: float) -> None:
-        """Performs effects in order; what they lead to in their turn comes after them."""
-        while effects := list(self.syncer.effects):
-            self.syncer.effects.clear()
-            for effect in effects:
-                self._do(effect, now)
+        """Performs effects in order; what they lead to comes after all that wait."""
+        while self.syncer.effects:
+            self._do(self.syncer.effects.popleft(), now)
         self.downlink.pump(now)
 
     def _do(self, effect: ev.Effect, now: float) -> None:
@@ -252,11 +248,16 @@ def _checked_header(site: str | None, frames: list[bytes]) -> msg.Header:
     if len(frames) != 3:
         raise fault("data", expected=expected, got=f"{len(frames)} frames", remedy=remedy)
     header = wire.decode_header(frames[1])
-    name, kind = wire.name_of(header.incarnation), header.kind
+    name = wire.name_of(header.incarnation)
+    kind = header.kind
     if not name or kind in (msg.DataKind.PUBLICATION, msg.DataKind.STATE):
         raise fault("data", expected=expected, got=f"{kind.name} of {name!r}", remedy=remedy)
     if site is not None and not wire.speaks_for(site, name):
-        what, expected = "the key is another site's", f"a learner named {site} or {site}/..."
-        remedy = "use the key of the learner's own site"
-        raise fault(what, expected=expected, got=name, remedy=remedy, code=ErrorCode.KEY_NAME)
+        raise fault(
+            "the key is another site's",
+            expected=f"a learner named {site} or {site}/...",
+            got=name,
+            remedy="use the key of the learner's own site",
+            code=ErrorCode.KEY_NAME,
+        )
     return header

@@ -25,11 +25,10 @@ from narrows.broker.records import Contribution, FragmentState, Recovered, Versi
 from narrows.broker.store import read_initial
 from narrows.broker.syncer import Syncer
 from narrows.broker.syncer import events as ev
-from narrows.broker.syncer.state import fault
 from narrows.proto.codec import DecodedChunk, decode_chunk, values_of
-from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError, RemoteProtocolError
+from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError, RemoteProtocolError, fault
 from narrows.proto.layout import Fragment, build_table
-from narrows.proto.messages import LOSSLESS, Header, Layout
+from narrows.proto.messages import LOSSLESS, DataKind, Header, Layout
 from narrows.proto.ports import Done, Pool, Store
 from narrows.proto.timing import DISK_AGAIN_S
 
@@ -140,7 +139,10 @@ class Pipeline:
     # -- pushes
 
     def keep(self, header: Header, payload: bytes) -> None:
-        """Keeps a wanted chunk, and has a worker decode it."""
+        """Keeps a wanted chunk of version 0, or of a push, which a worker then decodes."""
+        if header.kind is DataKind.SEED:
+            self._seed[header.fragment, header.chunk] = payload
+            return
         push = self.pushes.setdefault(_key(header), PushPayloads())
         push.payloads[header.chunk] = payload
 
@@ -236,10 +238,6 @@ class Pipeline:
             self._snapshot(version.state)
 
     # -- version 0 and the end
-
-    def keep_seed(self, header: Header, payload: bytes) -> None:
-        """Keeps a wanted chunk of version 0."""
-        self._seed[header.fragment, header.chunk] = payload
 
     def seed(self, order: ev.Seed) -> None:
         """Has a worker make version 0 durable, from the initial file or a learner's chunks."""

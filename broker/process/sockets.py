@@ -29,7 +29,7 @@ from narrows.proto.sockets import Kind, make_socket, send_buffer_bytes
 LOOK_S: Final = 1.0
 """Seconds between two looks at the allow list, and for connections that have ended."""
 
-FRAMES_PER_TURN: Final = 64
+MESSAGES_PER_TURN: Final = 64
 """Messages that are read from one socket before the others have their turn."""
 
 FRAMES_MAX: Final = 8
@@ -137,12 +137,6 @@ class BrokerSockets:
         ]
         self._uplink.setsockopt(zmq.SUBSCRIBE, b"")
 
-    def _reopen(self, host: Host) -> None:
-        """After the end of all connections; the admitted come back in tenths of a second."""
-        # libzmq closes them a moment later: until then a descriptor would look like a listener.
-        host.downlink.keep_listeners(lambda _: False)
-        self._open(self.ports, until=time.monotonic() + REBIND_S)
-
     # -- the way out
 
     def control(self, peer: str, frames: list[bytes]) -> bool:
@@ -245,13 +239,16 @@ class BrokerSockets:
         gone, sites = door.look(now)
         if door.lacks_descriptor:
             # Strangers and somebody who was revoked may hold every file descriptor. The broker ends
-            # all connections first; then it has a descriptor to read the list with.
+            # all connections first; then it has a descriptor to read the list with. The admitted
+            # come back in tenths of a second.
             self._close_sockets(linger_s=0.0)
             until = time.monotonic() + REBIND_S
             while door.lacks_descriptor and time.monotonic() < until:
                 time.sleep(0.002)  # libzmq closes them a moment later.
                 gone, sites = door.look(now)
-            self._reopen(host)
+            # No connection is left, though a descriptor may still look like a listener's.
+            host.downlink.keep_listeners(lambda _: False)
+            self._open(self.ports, until=time.monotonic() + REBIND_S)
         if gone or self._gone:
             # One that has said nothing may be of the key that goes; others come back by themselves.
             # Once more at the next look: a thread of libzmq may tell late of a new connection.
@@ -277,7 +274,7 @@ class BrokerSockets:
 
     def _received(self, socket: Socket) -> Iterator[Received]:
         """Messages that wait at a socket, a bounded number."""
-        for _ in range(FRAMES_PER_TURN):
+        for _ in range(MESSAGES_PER_TURN):
             if socket in self._in_surplus and not self._throw_away(socket):
                 return
             try:
@@ -299,7 +296,7 @@ class BrokerSockets:
                 key = str(frames[-1].get("User-Id"))
                 site = self.door.site(key)
             self._connections[socket].heard(descriptor, key)
-            # What is left of a message that is too long is refused, as any of another number.
+            # The host refuses what is left of a message that is too long: none has so many frames.
             yield Received(descriptor, key, site, frames)
             if is_too_long and self.door is not None:
                 why = f"it sent a message of more than {FRAMES_MAX} frames"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -80,29 +81,30 @@ class Place(NamedTuple):
 
     digest: str
     pack: int | None
-    """Number of the pack. None, and so the rest: no start needs the chunks any more."""
+    """Number of the pack. None, as are `offset` and `sizes`, once no start needs the chunks."""
     offset: int
     sizes: str
     """Bytes of each chunk, as JSON."""
 
 
+@dataclass(eq=False)
 class Packs:
     """The packs of one state directory: `packs/00000012.pack`.
 
-    What a process finds at its start is never appended to, and neither is a pack that failed once:
-    after a failed fsync its end may be in the page cache only, and the next fsync would succeed
+    A process never appends to a pack that it finds at its start, nor to one that has failed: after
+    a failed fsync the end of a pack may be in the page cache only, and the next fsync would succeed
     without it.
     """
 
-    def __init__(self, folder: Path, *, durable: bool = True) -> None:
-        self.folder = folder
-        self._durable = durable
-        self.number = 0
-        """Number of the pack that was opened last; 0: none yet."""
-        self._fd = -1
-        """The descriptor of that pack; -1: none is open."""
-        self._begin = 0
-        """Offset of the newest append in that pack."""
+    folder: Path
+    durable: bool
+    """False: without fsync, for simulations."""
+    number: int = 0
+    """Number of the pack that was opened last; 0: none yet."""
+    _fd: int = -1
+    """The descriptor of that pack; -1: none is open."""
+    _begin: int = 0
+    """Offset of the newest append in that pack."""
 
     def append(self, payloads: Sequence[Sequence[bytes]]) -> list[Place]:
         """Writes the chunks of each payload; they are durable when it returns. Raises DiskFull."""
@@ -121,7 +123,7 @@ class Packs:
                     view = memoryview(chunk)
                     while view:
                         view = view[os.write(self._fd, view) :]
-            if self._durable:
+            if self.durable:
                 os.fdatasync(self._fd)
         except OSError as error:
             self.take_back()
@@ -181,7 +183,7 @@ class Packs:
         self._fd = os.open(
             self.path(self.number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600
         )
-        if self._durable:
+        if self.durable:
             sync_folder(self.folder)
 
 

@@ -48,6 +48,9 @@ ROUND_FACTS: Final = (
 )  # fmt: skip
 CONTRIBUTION_FACTS: Final = ("seq", "fragment", *PUSH_COLUMNS, "weight", "norm", "digest")
 
+SNAPSHOTS: Final = "SELECT version FROM snapshots WHERE fragment = :index"
+"""The versions of a fragment whose states are kept whole."""
+
 INSERT_SNAPSHOT: Final = "INSERT OR IGNORE INTO snapshots (fragment, version) VALUES (?, ?)"
 """Its values are the pairs that `files.write_states` returns."""
 
@@ -107,7 +110,7 @@ class History:
                 expected=f"the state directory of a broker, with its {DATABASE}",
                 got=f"a folder without {DATABASE}" if folder.is_dir() else "no such folder",
             )
-        self._packs = files.Packs(folder / "packs", durable=durable)
+        self._packs = files.Packs(folder / "packs", durable)
         uri = f"{self.file.absolute().as_uri()}?mode=ro"
         with database_errors(self.file):
             self._reader = sqlite3.connect(uri, uri=True, check_same_thread=False)
@@ -196,8 +199,7 @@ class History:
         """The rounds of a fragment whose states are kept whole, oldest first; at least one."""
         rows = list(
             self.rounds(
-                "fragment = :index"
-                " AND version IN (SELECT version FROM snapshots WHERE fragment = :index)",
+                f"fragment = :index AND version IN ({SNAPSHOTS})",
                 index=index,
             )
         )
@@ -305,13 +307,12 @@ class History:
     def _steadily(self, fragment: Fragment, look: Callable[[Fragment], Seen]) -> Seen:
         """Looks at a fragment, and looks again if a broker that runs has meanwhile removed old
         snapshots and the payloads before them."""
-        kept = "SELECT version FROM snapshots WHERE fragment = :index"
         while True:
-            before = self.query(kept, index=fragment.index)
+            before = self.query(SNAPSHOTS, index=fragment.index)
             try:
                 return look(fragment)
             except StateError:
-                if before == self.query(kept, index=fragment.index):
+                if before == self.query(SNAPSHOTS, index=fragment.index):
                     raise
 
     def rollback(self, until: int, target: Path) -> None:
@@ -346,7 +347,16 @@ class History:
                 db.executemany(INSERT_SNAPSHOT, heads)
                 db.execute("UPDATE contributions SET pack = NULL, offset = NULL, sizes = NULL")
                 db.execute("UPDATE run SET phase = :phase", {"phase": Phase.RUNNING})
-                _count_again(db)
+                # The clock and the merged push ids follow from the rounds that are left.
+                db.execute(
+                    "UPDATE run SET clock = (SELECT coalesce(sum(tokens), 0) FROM contributions)"
+                )
+                db.execute("DELETE FROM merged")
+                db.execute(
+                    "INSERT INTO merged (incarnation, fragment, push_id, seq, tokens)"
+                    " SELECT incarnation, fragment, max(push_id), max(seq), sum(tokens)"
+                    " FROM contributions GROUP BY incarnation, fragment"
+                )
             files.sync_folder(folder)
             folder.rename(target)
         files.sync_folder(target.absolute().parent)
@@ -354,8 +364,7 @@ class History:
     def _heads(self, until: int) -> Iterator[FragmentState]:
         """Each fragment at its newest version, which round `until` left."""
         for fragment in self.table:
-            of_fragment = "SELECT version FROM snapshots WHERE fragment = :index"
-            if not self.query(of_fragment, index=fragment.index):
+            if not self.query(SNAPSHOTS, index=fragment.index):
                 raise ConfigError(
                     f"fragment {fragment.index} cannot go back to round {until}",
                     expected="a snapshot of that round or of one before",
@@ -389,14 +398,3 @@ def database_errors(file: Path) -> Iterator[None]:
                 file, error, "another process holds it: sqlite3, or a backup?"
             ) from error
         raise files.damaged(file, expected="a database that works", got=str(error)) from error
-
-
-def _count_again(db: sqlite3.Connection) -> None:
-    """Takes the clock and the merged push ids from the rounds that are left."""
-    db.execute("UPDATE run SET clock = (SELECT coalesce(sum(tokens), 0) FROM contributions)")
-    db.execute("DELETE FROM merged")
-    db.execute(
-        "INSERT INTO merged (incarnation, fragment, push_id, seq, tokens)"
-        " SELECT incarnation, fragment, max(push_id), max(seq), sum(tokens)"
-        " FROM contributions GROUP BY incarnation, fragment"
-    )

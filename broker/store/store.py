@@ -18,7 +18,7 @@ import re
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import mkdtemp
@@ -91,7 +91,7 @@ INCARNATIONS_KEPT: Final = 1024
 
 class Store(History):
     """A history that goes on. One process at a time has a state directory open; any thread may
-    call it. What is read has a connection of its own: the loop must not wait for a commit.
+    call it. Reads have a connection of their own: the loop must not wait for a commit.
 
     An error of the database other than a full disk is a StateError, after which the process must
     end: what a commit did is known only after the next start, which makes durable what it finds.
@@ -108,7 +108,6 @@ class Store(History):
         """`durable=False` leaves fsync out, for simulations. `keep_history` never removes a
         payload nor the snapshot of version 0. `reach` is called at places where a crash is worth a
         test. Raises StateError or DiskFull."""
-        self._durable = durable
         self._keep_history = keep_history
         self._reach = reach
         self._lock = Lock()
@@ -134,7 +133,11 @@ class Store(History):
         damage that cannot be got over, and DiskFull.
         """
         notes: list[str] = []
-        is_older = self._is_older_copy()
+        rows = self.query(
+            "SELECT fragment, max(version) AS head FROM rounds GROUP BY fragment ORDER BY fragment"
+        )
+        heads = {row["fragment"]: row["head"] for row in rows}
+        is_older = self._is_older_copy(heads)
         with self._lock:
             with database_errors(self.file), self._db as db:
                 (begun,) = db.execute(
@@ -151,9 +154,6 @@ class Store(History):
                 " back, and these files into packs/ and fragments/. Is this a backup that was taken"
                 " while the broker ran? Then remove them"
             )
-        heads = self.query(
-            "SELECT max(version) AS head FROM rounds GROUP BY fragment ORDER BY fragment"
-        )
         newest = self.query("SELECT period_s FROM rounds ORDER BY seq DESC LIMIT 1")
         merged = self.query("SELECT incarnation, fragment, push_id FROM merged ORDER BY seq")
         tokens = self.query(
@@ -162,7 +162,7 @@ class Store(History):
         return Recovered(
             **vars(run),
             life=begun["life"],
-            heads=tuple(row["head"] for row in heads),
+            heads=tuple(heads.values()),
             period_s=newest[0]["period_s"] if newest else 0.0,
             merged={(row["incarnation"], row["fragment"]): row["push_id"] for row in merged},
             merged_tokens={row["incarnation"]: row["tokens"] for row in tokens},
@@ -172,7 +172,7 @@ class Store(History):
 
     def seed(self, layout: Layout, states: Sequence[FragmentState]) -> None:
         """Makes version 0 of every fragment durable: all or nothing. Raises DiskFull."""
-        snapshots = files.write_states(self.folder, states, durable=self._durable)
+        snapshots = files.write_states(self.folder, states, durable=self._packs.durable)
         assert snapshots == [(fragment, 0) for fragment in range(len(states))], snapshots
         with self._lock, database_errors(self.file), self._db as db:
             db.execute(
@@ -214,7 +214,7 @@ class Store(History):
         gone."""
         self.check_folder()
         with self._snapshot_lock:
-            snapshots = files.write_states(self.folder, [state], durable=self._durable)
+            snapshots = files.write_states(self.folder, [state], durable=self._packs.durable)
             with self._lock:
                 with database_errors(self.file), self._db as db:
                     db.executemany(INSERT_SNAPSHOT, snapshots)
@@ -360,11 +360,9 @@ class Store(History):
             {"kept": INCARNATIONS_KEPT},
         )
 
-    def _is_older_copy(self) -> bool:
+    def _is_older_copy(self, heads: Mapping[int, int]) -> bool:
         """Whether a whole state is here of a version without a row. No crash leaves one: the row is
         durable before the state is written. But an older `run.db` may have been put back."""
-        rows = self.query("SELECT fragment, max(version) AS head FROM rounds GROUP BY fragment")
-        heads = {row["fragment"]: row["head"] for row in rows}
         for path in self.folder.glob("fragments/*.safetensors"):
             place = re.fullmatch(r"(\d+)-(\d+)", path.stem)
             if place and int(place[2]) > heads.get(int(place[1]), math.inf):

@@ -8,9 +8,9 @@ from typing import Final
 from narrows.broker.syncer.members import NAMES_MAX, Member
 from narrows.broker.syncer.pushes import Pushes
 from narrows.broker.syncer.seeding import Seeding
-from narrows.broker.syncer.state import State, fault
+from narrows.broker.syncer.state import State
 from narrows.proto import messages as msg
-from narrows.proto.errors import ErrorCode, short
+from narrows.proto.errors import ErrorCode, fault, short
 from narrows.proto.timing import HEARD_S
 from narrows.proto.wire import name_of, speaks_for
 

@@ -18,10 +18,10 @@ from narrows.broker.syncer.members import Member
 from narrows.broker.syncer.pushes import Pushes
 from narrows.broker.syncer.rounds import Rounds
 from narrows.broker.syncer.seeding import Seeding
-from narrows.broker.syncer.state import State, fault
+from narrows.broker.syncer.state import State
 from narrows.broker.syncer.status import status, warn_of_silence
 from narrows.proto import messages as msg
-from narrows.proto.errors import NarrowsError, RemoteProtocolError, short
+from narrows.proto.errors import NarrowsError, RemoteProtocolError, fault, short
 from narrows.proto.timing import BEAT_S
 from narrows.proto.wire import speaks_for
 
@@ -55,7 +55,6 @@ class Syncer:
     ) -> None:
         """`published_digest` and `newest_push` ask the store, as their fields in `State` say."""
         self.state = State(config, epoch, now, recovered, published_digest, newest_push)
-        self.epoch = epoch
         self.effects = self.state.effects
         self._pushes = Pushes(self.state)
         self._seeding = Seeding(self.state)
@@ -63,7 +62,8 @@ class Syncer:
         self._ending = Ending(self.state, began_at=now)
         self._rounds = Rounds(self.state, self._pushes, self._ending, launched_at=now)
         self._advanced_at = now
-        self._wake_at = now + BEAT_S
+        self.wake_at = now + BEAT_S
+        """When `advance` is to be called if nothing happens before."""
         # A phase is not durable before the run has ended. Learners must hear of the end in their
         # first Welcome: one that is told `running` and has nothing left to push leaves for good.
         self._ending.reach_goal(now)
@@ -201,16 +201,16 @@ class Syncer:
         """True: a chunk of a push or of version 0 is wanted; keep it, and have a push's checked."""
         if header.kind is msg.DataKind.PUSH:
             wanted = self._pushes.chunk(header, now)
-            self._wake_at = min(self._wake_at, self._pushes.ask_at)  # Arrivals carry a repair on.
+            self.wake_at = min(self.wake_at, self._pushes.ask_at)  # Arrivals carry a repair on.
         else:
             wanted = self._seeding.chunk(header, now)
-        if now >= self._wake_at:
+        if now >= self.wake_at:
             self.advance(now)
         return wanted
 
     def chunk_checked(self, header: msg.Header, now: float) -> None:
         """A wanted chunk decodes and is finite."""
-        if self._pushes.checked(header) or now >= self._wake_at:
+        if self._pushes.checked(header) or now >= self.wake_at:
             self.advance(now)
 
     def push_failed(self, header: msg.Header, error: NarrowsError, now: float) -> None:
@@ -302,11 +302,7 @@ class Syncer:
         due_at = state.beat_at + BEAT_S
         if state.is_open:
             due_at = min(due_at, self._rounds.due_at, self._pushes.ask_at)
-        self._wake_at = max(due_at, now + PAUSE_S_MIN)
-
-    def deadline(self, now: float) -> float:
-        """When `advance` is to be called if nothing happens before."""
-        return self._wake_at
+        self.wake_at = max(due_at, now + PAUSE_S_MIN)
 
     def _notice(self, now: float) -> None:
         """Notices that the broker itself has stood still: it judges nobody for that time."""

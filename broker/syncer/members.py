@@ -158,13 +158,13 @@ class Member:
             self.counted = (now, report.steps)
 
 
+@dataclass(eq=False)
 class Members:
     """All members by name and connection."""
 
-    def __init__(self) -> None:
-        self.by_name: dict[str, Member] = {}
-        self.by_peer: dict[str, Member] = {}
-        """The connected ones, in the order of joining."""
+    by_name: dict[str, Member] = field(default_factory=dict[str, Member])
+    by_peer: dict[str, Member] = field(default_factory=dict[str, Member])
+    """The connected ones, in the order of joining."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self.by_name.values())
@@ -188,8 +188,8 @@ class Members:
         of each site. These take turns in the order of joining: some may never push, and must not
         keep the rest of their site from hearing. `turn` is to rise by one from round to round.
 
-        Nobody starves. All others hear of it within BEAT_S, which repeats what is open: they push
-        to that, and at the latest when it is their turn. A learner counts once a push is merged.
+        Nobody starves. All others hear of it within BEAT_S: the Beat to everybody repeats which
+        rounds are open, and they push to those. A learner counts once a push of it is merged.
         """
         told: list[Member] = []
         others: dict[str, list[Member]] = {}

@@ -11,9 +11,9 @@ from typing import Final
 from narrows.broker.records import Contribution
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import Member
-from narrows.broker.syncer.state import FragmentRound, State, WaitingPush, fault
+from narrows.broker.syncer.state import FragmentRound, State, WaitingPush
 from narrows.proto import messages as msg
-from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
+from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError, fault
 from narrows.proto.flow.transfer import Transfer
 from narrows.proto.timing import REPAIR_S
 

@@ -26,10 +26,9 @@ from narrows.broker.syncer.state import (
     Stage,
     State,
     Step,
-    fault,
 )
 from narrows.proto import messages as msg
-from narrows.proto.errors import ErrorCode
+from narrows.proto.errors import ErrorCode, fault
 
 GAMMA: Final = 0.9
 """Share of the hidden time that a window may use, so that the merge itself is hidden too."""

@@ -7,9 +7,9 @@ from typing import Final
 
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import Member
-from narrows.broker.syncer.state import State, fault
+from narrows.broker.syncer.state import State
 from narrows.proto import messages as msg
-from narrows.proto.errors import ErrorCode, NarrowsError
+from narrows.proto.errors import ErrorCode, NarrowsError, fault
 from narrows.proto.flow.transfer import Transfer
 from narrows.proto.layout import check_layout, fingerprint
 from narrows.proto.wire import pack_layout

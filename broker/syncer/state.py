@@ -16,7 +16,6 @@ from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import Member, Members
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, NarrowsError, printable
-from narrows.proto.errors import fault as fault
 from narrows.proto.flow.transfer import Transfer
 from narrows.proto.layout import build_table, fingerprint
 from narrows.proto.wire import name_of
@@ -164,7 +163,7 @@ class State:
     members: Members = field(default_factory=Members)
     strangers: dict[str, tuple[str, float]] = field(default_factory=dict[str, tuple[str, float]])
     """Name -> words about it, and the time of its newest Hello: learners of another run."""
-    effects: list[ev.Effect] = field(default_factory=list[ev.Effect])
+    effects: deque[ev.Effect] = field(default_factory=deque[ev.Effect])
     beat_at: float = float("-inf")
     """When everybody was sent a Beat last; minus infinity: it is to be at the end of this event."""
     beat_wanted: bool = False

@@ -138,14 +138,14 @@ def encode_push(
                 new, old, bounds, own_scales, np.float32(coder.limit), codes, out
             )
             _check_finite(largest < kernels.INFINITE_BITS)
-            yield _sealed(index, *code_payload(coder, codes, bounds, own_scales))
+            yield _sealed(index, code_payload(coder, codes, bounds, own_scales))
         else:
             with np.errstate(over="ignore", invalid="ignore"):  # The result is refused below.
                 difference = new - old
             _check_finite(all_finite(difference))
             if out.size:
                 kernels.add_nonzero(old, read_only(difference), out)
-            yield _sealed(index, *float_payload(difference, bounds))
+            yield _sealed(index, float_payload(difference, bounds))
 
 
 def encode_step(
@@ -194,10 +194,7 @@ def encode_codes(
     assert coder.coded and codes.shape == (fragment.elements,), f"{codec}, {codes.shape}"
     assert fits(scales, len(fragment.pieces)), scales.shape
     for index, place, bounds, pieces in _cuts(fragment, chunk_elements):
-        yield _sealed(
-            index,
-            *code_payload(coder, codes[place], bounds, scales[pieces]),
-        )
+        yield _sealed(index, code_payload(coder, codes[place], bounds, scales[pieces]))
 
 
 def recut(
@@ -284,7 +281,8 @@ def _lossless(fragment: Fragment, values: F32, chunk_elements: int) -> Iterator[
     )
 
 
-def _sealed(index: int, payload: bytes, decoded: DecodedChunk) -> PushChunk:
+def _sealed(index: int, coded: tuple[bytes, DecodedChunk]) -> PushChunk:
+    payload, decoded = coded
     return PushChunk(index, payload, digest(payload), decoded)
 
 

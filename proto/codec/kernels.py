@@ -44,10 +44,6 @@ Compilers vectorise it on every CPU, while a rounding instruction exists only on
 INFINITE_BITS: Final = 0x7F800000
 """Magnitude bits of infinity; those of a NaN are larger."""
 
-NOTHING: Final = np.zeros(0, np.float32)
-"""Stands for an array that is not given; kernels skip it."""
-NOTHING.setflags(write=False)
-
 ZERO: Final = np.float32(0)
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -111,6 +107,10 @@ def read_only(array: NDArray[Element]) -> NDArray[Element]:
     view = array.view() if flags.c_contiguous and flags.aligned else array.copy()
     view.setflags(write=False)
     return view
+
+
+NOTHING: Final = read_only(np.zeros(0, np.float32))
+"""Stands for an array that is not given; kernels skip it."""
 
 
 def fits(array: F32, count: int, *, writable: bool = False) -> bool:

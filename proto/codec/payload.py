@@ -135,15 +135,10 @@ class DecodedChunk:
         """Elements of the chunk."""
         return int(self.bounds[-1])
 
-    @property
-    def coded(self) -> bool:
-        """Whether the values are whole multiples of a scale."""
-        return self.codec.coded
-
     def values(self, out: F32) -> None:
         """out (n,) = the values, exact."""
         assert fits(out, self.count, writable=True), f"{out.dtype} {out.shape}"
-        if self.coded:
+        if self.codec.coded:
             out[:] = 0
             self.add_to(out, out)
         else:
@@ -157,7 +152,7 @@ class DecodedChunk:
         """
         assert fits(base, self.count), f"{base.dtype} {base.shape}"
         assert fits(out, self.count, writable=True), f"{out.dtype} {out.shape}"
-        if self.coded:
+        if self.codec.coded:
             codes = self._all_codes()
             kernels.add_codes(read_only(base), codes, self.bounds, self.scales, out)
         else:
@@ -176,7 +171,7 @@ class DecodedChunk:
         `first` is a multiple of RUN, because packed codes can be cut there only. So is `end`,
         unless it is `count`.
         """
-        assert self.coded, self.codec.name
+        assert self.codec.coded, self.codec.name
         assert 0 <= first <= end <= self.count, f"{first} to {end} of {self.count}"
         assert first % RUN == 0 and (end % RUN == 0 or end == self.count), f"{first} to {end}"
         place = slice(self.codec.content_bytes(first), self.codec.content_bytes(end))
@@ -186,7 +181,7 @@ class DecodedChunk:
 
     def floats(self, first: int = 0, end: int | None = None) -> F32:
         """The values first..end of a chunk without codes, read-only."""
-        assert not self.coded, self.codec.name
+        assert not self.codec.coded, self.codec.name
         return self.content.view(np.float32)[first:end]
 
     def _all_codes(self) -> I8:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Final
 
 SEGMENT_BYTES: Final = 1448
@@ -51,6 +52,7 @@ def wire_bytes(frame_sizes: Iterable[int], curve: bool) -> int:
     return size + SEGMENT_OVERHEAD_BYTES * math.ceil(size / SEGMENT_BYTES)
 
 
+@dataclass(eq=False)
 class Budget:
     """A token bucket that may go into debt by one message, and a window of one second over it.
 
@@ -73,20 +75,19 @@ class Budget:
         a message at a later `now`   |= pair =|= odd |            the odd one counts at once
     """
 
-    def __init__(self, bits_per_s: float = 0.0) -> None:
-        self.bits_per_s = bits_per_s
-        self._paid_at = -math.inf
-        """When all that was charged is paid for."""
-        self._bins: deque[tuple[int, int]] = deque()
-        """(number, bytes) of the bins of the last second, oldest first."""
-        self._window_bytes = 0
-        """Sum of the bins."""
-        self._acknowledged_at = -math.inf
-        """When the charged acknowledgements would have left at BACK_SHARE of the rate."""
-        self._received_at = -math.inf
-        """The newest time at which bytes came from the line."""
-        self._unacknowledged_bytes = 0
-        """Bytes of a segment, or nearly two, that came then and were not charged."""
+    bits_per_s: float = 0.0
+    _paid_at: float = -math.inf
+    """When all that was charged is paid for."""
+    _bins: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
+    """(number, bytes) of the bins of the last second, oldest first."""
+    _window_bytes: int = 0
+    """Sum of the bins."""
+    _acknowledged_at: float = -math.inf
+    """When the charged acknowledgements would have left at BACK_SHARE of the rate."""
+    _received_at: float = -math.inf
+    """The newest time at which bytes came from the line."""
+    _unacknowledged_bytes: int = 0
+    """Bytes of a segment, or nearly two, that came then and were not charged."""
 
     def opens_at(self, size_bytes: int, now: float) -> float:
         """When a message of so many bytes on the line may leave; `now` or earlier: now."""

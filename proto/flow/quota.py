@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 
+
+@dataclass(eq=False)
 class Quota:
     """Counts what is used, and forgets it with time. Times are the caller's."""
 
-    def __init__(self, now: float) -> None:
-        self.used = 0.0
-        self.left_out = 0
-        """Times that it was refused since it was last granted."""
-        self._at = now
+    _at: float
+    """When it was asked last; at first the present time."""
+    used: float = 0.0
+    left_out: int = 0
+    """Times that it was refused since it was last granted."""
 
     def takes(self, at_once: float, per_s: float, now: float) -> bool:
         """Takes one. False: it is used up."""

@@ -74,15 +74,15 @@ _Lanes: TypeAlias = dict[str, _Lane]
 """Lanes by topic, in the order of their turns."""
 
 
+@dataclass(eq=False)
 class _Patience:
     """Time for which live data may still wait for readers that do not keep up.
 
     Lanes that wait side by side use it once: each is charged from when the last one was.
     """
 
-    def __init__(self) -> None:
-        self._left_s = PATIENCE_S
-        self._charged_at = 0.0
+    _left_s: float = PATIENCE_S
+    _charged_at: float = 0.0
 
     def left_s(self, loses_from: float, now: float) -> float:
         """The rest of it after a wait that costs the others since `loses_from`."""
@@ -103,17 +103,15 @@ class Sender:
     total, and once to the share of each learner. Times are seconds on the caller's monotonic clock.
     """
 
-    def __init__(
-        self, *, total: float = 0.0, each: float = 0.0, curve: bool = False, may_lose: bool = True
-    ) -> None:
-        """`may_lose`: live data that meets a full pipe becomes lossy in the end (the downlink)."""
+    def __init__(self, *, total: float = 0.0, each: float = 0.0, curve: bool = False) -> None:
         self.fan_out = 1
         """Connections that live data goes to."""
         self.ready = True
         """False: the other side does not listen yet, and nothing leaves."""
         self.sent_bytes = self.received_bytes = 0
         """Bytes on the line: frames and the overhead of every layer, without acknowledgements."""
-        self._total = Budget(total)
+        self.total = Budget(total)
+        """The rate of all learners together. Its owner may set it anew."""
         self._live_share = Budget(each)
         """The share of a learner that gets live data alone."""
         self._shares: dict[str, Budget] = {}
@@ -123,7 +121,6 @@ class Sender:
         self._places: set[tuple[object, ...]] = set()
         """The places of all waiting entries."""
         self._curve = curve
-        self._may_lose = may_lose
         self._patience = _Patience()
         self._live_in_row = 0
         self._paused = True
@@ -135,13 +132,9 @@ class Sender:
 
     # What is to be sent.
 
-    def put(self, topic: str, header: Header, payload: bytes) -> bool:
-        """Queues a message to everybody. False: its chunk waits already."""
-        return self.put_asked("", topic, header, payload)
-
-    def put_asked(self, requester: str, topic: str, about: Header, payload: bytes) -> bool:
-        """Queues what an incarnation asked for ("": a message to everybody). False: its chunk waits
-        already, here or live."""
+    def put(self, topic: str, about: Header, payload: bytes, *, requester: str = "") -> bool:
+        """Queues a message to everybody, or to the incarnation that asked for it. False: its chunk
+        waits already, here or live."""
         # In a STATE the push id tells the outcome of a push: the chunk is the same with any other.
         push_id = about.push_id if about.kind is DataKind.PUSH else 0
         chunk = (about.epoch, about.kind, about.fragment, about.version, push_id, about.chunk)
@@ -166,23 +159,19 @@ class Sender:
                     del lanes[topic]
         self._paused = self._paused or not self._places
 
-    # The rates, and what leaves without waiting.
-
-    def set_rate(self, now: float, *, total: float) -> None:
-        """Changes the rate of all learners together, in bit/s; 0: no limit."""
-        self._total.set_rate(total, now)
+    # What leaves without waiting.
 
     def charge(self, frame_sizes: Iterable[int], now: float) -> None:
         """A control message leaves."""
         line_bytes = wire_bytes(frame_sizes, self._curve)
         self.sent_bytes += line_bytes
-        self._total.charge(line_bytes, now)
+        self.total.charge(line_bytes, now)
 
     def received(self, frame_sizes: Iterable[int], now: float) -> None:
         """A message has come; its acknowledgements leave."""
         line_bytes = wire_bytes(frame_sizes, self._curve)
         self.received_bytes += line_bytes
-        self._total.acknowledge(line_bytes, now)
+        self.total.acknowledge(line_bytes, now)
 
     # What leaves next.
 
@@ -190,7 +179,7 @@ class Sender:
         """The message to send now, if one may leave."""
         if self._paused and self._places:
             self._paused = False
-            for budget in (self._total, self._live_share, *self._shares.values()):
+            for budget in (self.total, self._live_share, *self._shares.values()):
                 budget.resume(now)
         at, entry = self._next(now)
         return entry if at <= now else None
@@ -219,7 +208,7 @@ class Sender:
             self._shares[entry.requester] = deepcopy(self._live_share)
         total_bytes = self._total_bytes(entry)
         self.sent_bytes += total_bytes
-        self._total.charge(total_bytes, now)
+        self.total.charge(total_bytes, now)
         for share in self._shares_of(entry):
             share.charge(entry.line_bytes, now)
         # Once what a learner asked for is out of the window, its history is that of live data.
@@ -229,18 +218,18 @@ class Sender:
                 del self._shares[requester]
 
     def blocked(self, entry: Entry, now: float) -> None:
-        """The socket had no room. The lane is tried again in RETRY_S; live data that may be lost
+        """The socket had no room. The lane is tried again in RETRY_S; live data for several readers
         is, once patience is used up, due at once and lossy."""
         lane = self._lanes(entry.requester)[entry.topic]
         assert lane.entries[0] is entry, "another message than the one that was due"
         lane.retry_at = now + RETRY_S
-        if entry.requester or not self._may_lose or self.fan_out < 2:
+        if entry.requester or self.fan_out < 2:
             return  # A single reader holds up nobody but itself.
         if lane.loses_from is None:
-            budgets = (self._total, *self._shares_of(entry))
+            budgets = (self.total, *self._shares_of(entry))
             lane.loses_from = max(now, *(budget.loses_from() for budget in budgets))
         left_s = lane.loses_from + PATIENCE_S - now
-        if self._total.bits_per_s or self._live_share.bits_per_s:
+        if self.total.bits_per_s or self._live_share.bits_per_s:
             # Patience is one allowance for all messages.
             left_s = self._patience.left_s(lane.loses_from, now)
         if left_s <= 0:
@@ -277,7 +266,7 @@ class Sender:
                 break
         if first is None:
             return math.inf, None
-        total_at = self._total.opens_at(self._total_bytes(first.entries[0]), now)
+        total_at = self.total.opens_at(self._total_bytes(first.entries[0]), now)
         return max(first_at, total_at), first
 
     def _lanes(self, requester: str) -> _Lanes:

@@ -139,7 +139,7 @@ def test_payloads_are_the_stored_bytes(codec: CodecName) -> None:
 
 def square_sums(chunk: DecodedChunk) -> NDArray[np.float64]:
     """Sums of squares of the spans; those of floats, in 16 lanes, are in the stored digest too."""
-    if chunk.coded:
+    if chunk.codec.coded:
         return chunk.square_sums()
     return np.array(lane_square_sums(chunk.floats(), chunk.bounds))
 
@@ -214,7 +214,7 @@ def test_a_receiver_holds_what_the_sender_kept(codec: CodecName, case: Case) -> 
         assert len(each.payload) <= bytes_max
         values = np.full(chunk.count, np.nan, np.float32)
         chunk.values(values)
-        if chunk.coded:
+        if chunk.codec.coded:
             assert chunk.square_sums().tolist() == lane_square_sums(values, chunk.bounds)
     assert codec in CODED or same_bits(values_of(case.fragment, got), case.one - case.two)
 

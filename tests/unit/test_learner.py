@@ -231,18 +231,26 @@ def test_who_cannot_reach_the_broker_is_told_why_at_once_and_at_the_end(
     assert line.endswith("; trying for 4 s"), caplog.messages
 
 
+@pytest.mark.parametrize("has_lost_them", [False, True])
 def test_the_keys_of_a_broker_that_a_site_trusts_take_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_lost_them: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The broker's next key stands in the file before the present one."""
+    """The broker's next key stands in the file before the present one. A file that has none when
+    it is read again changes nothing."""
     monkeypatch.setattr(link_module, "REDIAL_S", 0.2)
     keys, pair = tmp_path / "keys", new_pair()
+    if has_lost_them:
+        monkeypatch.setattr(link_module, "read_site_key", lambda file: SiteKey("site-a", pair))
     servers = new_pair().public, create_broker_key(keys).public
     AllowList.allow(keys, "site-a", pair.public)
     with broker(tmp_path, broker__keys=str(keys)) as run:
         write_site_key(tmp_path / "a.key", SiteKey("site-a", pair, servers, run.address))
         with Loop("", "", key=tmp_path / "a.key").learner as learner:
             assert learner.health == "connected"
+    assert ("the key in use stays" in caplog.text) is has_lost_them
 
 
 def test_a_learner_with_a_key_does_not_join_a_broker_that_has_none(

@@ -22,7 +22,7 @@ def test_a_launch_waits_for_its_spacing_and_for_somebody() -> None:
     desk = running("a")  # Period 1 s, spacing 0.25 s.
     desk.to_launch("a")
     started = desk.now
-    assert started < desk.syncer.deadline(desk.now) <= started + 0.25
+    assert started < desk.syncer.wake_at <= started + 0.25
     desk.to_launch(fragment=1)
     assert 0.25 <= desk.now - started < 0.35
     desk = Desk(recovered=resumed())
@@ -154,7 +154,7 @@ def test_who_does_not_come_delays_a_merge_by_the_window(
     desk.push("a", 0, 1)
     desk.pass_(window_s - 0.01)
     assert not desk.take(ev.MergeRound)
-    assert desk.syncer.deadline(desk.now) < desk.now + 0.02
+    assert desk.syncer.wake_at < desk.now + 0.02
     desk.pass_(0.02)
     assert desk.merges() == [(0, ["a"], "window")]
 
@@ -479,7 +479,7 @@ def test_a_chunk_alone_decides_nothing_else(monkeypatch: pytest.MonkeyPatch) -> 
     assert desk.chunk("a", 0, 1, 0)
     desk.checked("a", 0, 1, 0)
     assert not calls
-    desk.now = desk.syncer.deadline(desk.now)
+    desk.now = desk.syncer.wake_at
     assert desk.chunk("a", 0, 1, 1)
     assert calls, "a flood of chunks must not keep what is due from being decided"
 
