@@ -364,14 +364,7 @@ def _checked_header(frames: list[bytes]) -> Header:
         raise fault("data message", expected="3 frames", got=len(frames))
     _, encoded, payload = frames
     header = wire.decode_header(encoded)
-    digest = wire.digest(payload)
-    if digest != header.payload_digest:
-        raise fault(
-            f"payload of chunk {header.chunk} of fragment {header.fragment}",
-            expected=f"{header.payload_digest:016x}",
-            got=f"{digest:016x}",
-            code=ErrorCode.BAD_DIGEST,
-        )
+    wire.check_payload(header, payload)
     return header
 
 

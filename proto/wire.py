@@ -102,6 +102,19 @@ def digest(data: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
+def check_payload(header: msg.Header, payload: bytes) -> None:
+    """Raises RemoteProtocolError BAD_DIGEST for a payload that was damaged on its way: it counts as
+    lost, and is asked for again."""
+    got = digest(payload)
+    if got != header.payload_digest:
+        raise fault(
+            f"payload of chunk {header.chunk} of fragment {header.fragment}",
+            expected=f"{header.payload_digest:016x}",
+            got=f"{got:016x}",
+            code=ErrorCode.BAD_DIGEST,
+        )
+
+
 def name_of(incarnation: str) -> str:
     """The learner's name within an incarnation."""
     return incarnation[:-9]
