@@ -119,16 +119,7 @@ class Host:
         self._perform(now)
 
     def _chunk(self, header: msg.Header, payload: bytes, now: float) -> None:
-        digest = wire.digest(payload)
-        if digest != header.payload_digest:
-            # Damaged on its way, so it counts as lost.
-            raise fault(
-                f"payload of chunk {header.chunk} of fragment {header.fragment}",
-                expected=f"{header.payload_digest:016x}",
-                got=f"{digest:016x}",
-                remedy="it is asked for again",
-                code=ErrorCode.BAD_DIGEST,
-            )
+        wire.check_payload(header, payload)
         if header.codec != msg.LOSSLESS and header.kind is not msg.DataKind.PUSH:
             raise fault(
                 "codec of version 0",
