@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from narrows.bench.kit.rows import Column, Json, Row, Short, bench
 from narrows.bench.reference.worker import need_torch
-from narrows.bench.sim.run import Plan, Run
+from narrows.bench.sim.run import Plan, Simulation
 from narrows.learner.session import Session
 
 CHIPS: Final = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
@@ -298,7 +298,7 @@ def played(courses: Sequence[Course], cell: GoodputCell) -> Row:
     plan = Plan(cell.seed, settings, [1.0] * len(jobs), lambda site: jobs[site.index])
     plan.ends = LEAD_STEPS + cell.steps
     with TemporaryDirectory(prefix="narrows-bench-") as folder:
-        run = Run(plan, Path(folder))
+        run = Simulation(plan, Path(folder))
         for until_s in (LEAD_STEPS, plan.ends):
             run.until(until_s)
             assert run.host is not None, "a calm broker does not die"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Final, TypeAlias
 
+from narrows.bench.sim.world import World
 from narrows.broker.process.host import Host
 from narrows.proto import messages as msg
 from narrows.proto import wire
 from narrows.proto.layout import fingerprint
 
-if TYPE_CHECKING:
-    from narrows.bench.sim.run import Run
+Enter: TypeAlias = Callable[..., None]
+"""Calls a method of the broker with these arguments and the time."""
 
 NAME: Final = "wild"
 HELLOS: Final = 0.15
@@ -20,11 +22,16 @@ HELLOS: Final = 0.15
 class WildPeer:
     """Sends until `ends`; what it is told it uses to be believed more often."""
 
-    def __init__(self, run: Run, layout: msg.Layout, ends: float) -> None:
-        self._run, self._layout, self._ends, self._rng = run, layout, ends, run.world.rng
-        self._epoch, self._push_id = "", 0
+    def __init__(self, world: World, enter: Enter, layout: msg.Layout, ends: float) -> None:
+        self._world = world
+        self._rng = world.rng
+        self._enter = enter
+        self._layout = layout
+        self._ends = ends
+        self._epoch = ""
+        self._push_id = 0
         self._heads: tuple[int, ...] = (0,)
-        self._incarnation = f"{NAME}.{self._rng.getrandbits(32):08x}"
+        self._incarnation = self._new_incarnation()
         self._act()
 
     def hear(self, frames: list[bytes]) -> None:
@@ -32,29 +39,34 @@ class WildPeer:
         message = wire.decode_control(frames, msg.CONTROL_BYTES_MAX)
         beat = message.beat if isinstance(message, msg.Welcome) else message
         if isinstance(beat, msg.Beat):
-            self._epoch, self._heads = beat.epoch, beat.heads or (0,)
+            self._epoch = beat.epoch
+            self._heads = beat.heads or (0,)
+
+    def _new_incarnation(self) -> str:
+        return f"{NAME}.{self._rng.getrandbits(32):08x}"
 
     def _act(self) -> None:
-        run, rng = self._run, self._rng
-        if run.world.now > self._ends:
+        rng = self._rng
+        if self._world.now > self._ends:
             return
         if rng.random() < 0.6:
             frames = wire.encode_control(self._message())
             if rng.random() < 0.1:
-                frames = [bytes(rng.randbytes(rng.randrange(40))) for _ in range(rng.randrange(4))]
-            run.enter(run.host, Host.control, f"{NAME}#0", NAME, frames)
+                frames = [rng.randbytes(rng.randrange(40)) for _ in range(rng.randrange(4))]
+            self._enter(Host.control, f"{NAME}#0", NAME, frames)
         else:
-            run.enter(run.host, Host.data, NAME, self._data())
-        run.world.after(rng.uniform(0.02, 0.5), self._act)
+            self._enter(Host.data, NAME, self._data())
+        self._world.after(rng.uniform(0.02, 0.5), self._act)
 
     def _int(self, likely: int) -> int:
         """A number near a likely one, or anything."""
-        rng = self._rng
-        near, anything = max(0, likely + rng.randint(-2, 2)), rng.getrandbits(40)
-        return rng.choice([likely, likely, near, anything])
+        near = max(0, likely + self._rng.randint(-2, 2))
+        anything = self._rng.getrandbits(40)
+        return self._rng.choice([likely, likely, near, anything])
 
     def _message(self) -> msg.ControlMessage:
-        rng, fragment = self._rng, self._rng.randrange(len(self._heads) + 2)
+        rng = self._rng
+        fragment = rng.randrange(len(self._heads) + 2)
         if rng.random() < HELLOS:
             return self._hello()
         version = self._int(self._heads[fragment % len(self._heads)])
@@ -75,7 +87,7 @@ class WildPeer:
     def _hello(self) -> msg.Hello:
         rng = self._rng
         if rng.random() < 0.3:
-            self._incarnation = f"{NAME}.{rng.getrandbits(32):08x}"
+            self._incarnation = self._new_incarnation()
         name = rng.choice([NAME, NAME, NAME, "site-a"])
         mark = rng.choice([fingerprint(self._layout)] * 3 + ["0" * 32])
         copies = tuple(msg.PublishedCopy(head, rng.getrandbits(64)) for head in self._heads)
