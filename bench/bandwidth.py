@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from narrows.bench.kit.line import Line, Sample, available
 from narrows.bench.kit.rows import Column, Json, Row, Short, bench
-from narrows.bench.kit.run import Run, payload_bits
+from narrows.bench.kit.run import Deployment, payload_bits
 from narrows.proto.flow.budget import SEGMENT_BYTES, SEGMENT_OVERHEAD_BYTES
 
 LEARNERS: Final = ("learner-0", "learner-1")
@@ -75,7 +75,7 @@ def measure(cell: BandwidthCell, *, steps: int = STEPS) -> Row:
         "codec.rho": cell.rho,
     }
     maybe_line = Line() if available() else nullcontext()
-    with maybe_line as line, Run(line=line) as run:
+    with maybe_line as line, Deployment(line=line) as run:
         run.broker(settings)
         for name in LEARNERS:
             run.learner(name, "tiny")
@@ -85,7 +85,7 @@ def measure(cell: BandwidthCell, *, steps: int = STEPS) -> Row:
         before = run.ask("status", run.address, "--json")
         first = _counters(line)
         for name in ("broker", *LEARNERS):
-            run.ends(name, 0)
+            run.running[name].ends(0)
         last = _counters(line)
 
         crossed = None

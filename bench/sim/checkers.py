@@ -19,8 +19,9 @@ from __future__ import annotations
 import sqlite3
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from narrows.bench.sim.world import Line, World
 from narrows.broker.config import BrokerConfig
@@ -39,34 +40,28 @@ SHARE_MIN: Final = 0.9
 RATE_MAX: Final = 1.02
 
 
-class Standings(NamedTuple):
-    """Something here changes whenever a fragment is adopted or copied at a boundary."""
-
-    base: int
-    standing: Standing
-    push_id: int
-
-
-def standings(session: Session) -> list[Standings]:
-    """How the fragments stand now."""
-    return [Standings(part.base, part.standing, part.push_id) for part in session.parts]
-
-
-class Learner(Protocol):
+@dataclass(eq=False)
+class Learner:
     """The parts of a simulated learner that the checkers look at."""
 
     name: str
     step_s: float
-    host: LearnerHost
+    """Mean seconds of its step."""
     line: Line
-    lives: int
+    host: LearnerHost = field(init=False)
+    lives: int = 0
     """Processes so far."""
-    left: bool
+    left: bool = False
     """Its training loop is over."""
-    foretold: bool
+    foretold: bool = False
     """The session's `due`, as it was after the newest event."""
-    versions: dict[int, int]
+    versions: dict[int, int] = field(default_factory=dict[int, int])
     """By fragment, of those that stand on a version with every element."""
+
+
+def standings(session: Session) -> list[object]:
+    """Something here changes whenever a fragment is adopted or copied at a boundary."""
+    return [(part.base, part.standing, part.push_id) for part in session.parts]
 
 
 class Wrong(Exception):
@@ -101,7 +96,6 @@ class Checkers:
         """Reads the rows of this life of the broker, as `sqlite3 -readonly` would."""
         self._second: deque[Sent] = deque()
         """What has left in the last second."""
-        self._second_bytes = 0
         self._busiest_bytes = 0
         """The most that has left in a second."""
 
@@ -124,10 +118,10 @@ class Checkers:
             copies = sum(each.line.subscribed for each in learners)
         size = copies * wire_bytes([len(frame) for frame in frames], curve=False)
         self._second.append(Sent(self._world.now, size))
-        self._second_bytes += size
         while self._second[0].at_s <= self._world.now - 1.0:
-            self._second_bytes -= self._second.popleft().size_bytes
-        self._busiest_bytes = max(self._busiest_bytes, self._second_bytes)
+            self._second.popleft()
+        second_bytes = sum(each.size_bytes for each in self._second)
+        self._busiest_bytes = max(self._busiest_bytes, second_bytes)
 
         rows = "SELECT 1 FROM rounds WHERE fragment = ? AND version = ?"
         if header.version > 0 and not self._rows(rows, header.fragment, header.version):
@@ -154,15 +148,12 @@ class Checkers:
                 what = f"fragment {part.index} of {learner.name} is taken to stand on {part.base}"
                 raise Wrong(f"whole: {what}, and stands on {version} (None: on no version)")
 
-    def stepped(self, learner: Learner, before: list[Standings]) -> None:
+    def stepped(self, learner: Learner, before: list[object]) -> None:
         """A boundary is over; `before` is how the fragments stood."""
-        if learner.foretold:
-            return
         session = learner.host.session
-        if standings(session) != before:
-            raise Wrong(f"foretold: {learner.name} exchanges at a boundary that was not due")
-        if session.must_wait(self._world.now):
-            raise Wrong(f"foretold: {learner.name} waits at a boundary that was not due")
+        is_spent = standings(session) != before or session.must_wait(self._world.now)
+        if is_spent and not learner.foretold:
+            raise Wrong(f"foretold: {learner.name} exchanges or waits at a boundary not due")
 
     # -- lives of the broker
 
@@ -222,19 +213,16 @@ class Checkers:
         heads = list(host.syncer.state.heads)
         if min(heads, default=0) < 1:
             raise Wrong(f"progress: only versions {heads}")
-        if not config.run.goal_tokens or host.finished is None:
-            for learner in learners:
-                _has(learner, heads, [part.tip for part in learner.host.session.parts])
-            return
-
+        ended = host.finished is not None and config.run.goal_tokens > 0
         for learner in learners:
             session = learner.host.session
-            if not learner.left or session.final:
-                _has(learner, heads, [part.base for part in session.parts])
-            if not session.final:
+            if ended and not session.final:
                 raise Wrong(f"progress: {learner.name} left without the final model")
-        missing = [each for each in host.finished.missing if each.startswith("site-")]
-        if missing:
+            versions = [part.base if ended else part.tip for part in session.parts]
+            if versions != heads:
+                raise Wrong(f"progress: {learner.name} has {versions}, the heads are {heads}")
+        missing = () if host.finished is None else host.finished.missing
+        if ended and any(each.startswith("site-") for each in missing):
             raise Wrong(f"progress: without the final model: {missing}")
 
     def _share(self, learner: Learner, host: Host, config: BrokerConfig) -> None:
@@ -273,11 +261,6 @@ def _installed(host: Host) -> list[FragmentState]:
     """The fragments as they stand in this life of the broker."""
     model = host.pipeline.model
     return [] if model is None else list(model.states)
-
-
-def _has(learner: Learner, heads: list[int], versions: list[int]) -> None:
-    if versions != heads:
-        raise Wrong(f"progress: {learner.name} has {versions}, the heads are {heads}")
 
 
 def _leaks(host: Host, learners: Sequence[Learner]) -> None:

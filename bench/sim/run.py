@@ -22,9 +22,8 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from narrows.bench.sim.checkers import Checkers, Wrong, standings
-from narrows.bench.sim.wild import NAME as WILD
-from narrows.bench.sim.wild import WildPeer
+from narrows.bench.sim.checkers import Checkers, Learner, Wrong, standings
+from narrows.bench.sim.wild import WILD, WildPeer
 from narrows.bench.sim.world import Interrupted, Killed, Line, Span, VirtualPool, Weather, World
 from narrows.broker.config import load_broker
 from narrows.broker.process.downlink import Connection
@@ -281,20 +280,15 @@ class Watched(HostIsland):
         site.versions[fragment.index] = site.host.session.parts[fragment.index].base
 
 
-class Site:
+class Site(Learner):
     """One learner: its process, its connections, its virtual training thread."""
 
     def __init__(self, run: Simulation, index: int, step_s: float) -> None:
+        line = Line(run.world, run.plan.weather)
+        super().__init__(f"site-{ascii_lowercase[index]}", step_s, line)
         self.run = run
         self.world = run.world
         self.index = index
-        self.step_s = step_s
-        self.name = f"site-{ascii_lowercase[index]}"
-        self.line = Line(run.world, run.plan.weather)
-        self.lives = 0
-        self.left = False
-        self.foretold = False
-        self.versions: dict[int, int] = {}
         self.pool: VirtualPool
         self._places_left = 0
         """An exception comes at the last of so many places of a call; 0: at none."""
@@ -501,14 +495,13 @@ class Simulation:
         self.checkers = Checkers(self.world, path)
         self.host: Host | None = None
         self.finished = False
-        self.sites: list[Site] = []
+        self.sites = [Site(self, index, step_s) for index, step_s in enumerate(plan.steps_s)]
         self._wild: WildPeer | None = None
         self._backup = path.with_name(f"{path.name}-backup")
         self._end_kills = list(plan.end_kills)
         self._waiting: list[Callable[[], None]] = []
         """Messages at the sockets of a broker that reads its state."""
         self._boot(self.world.now)
-        self.sites = [Site(self, index, step_s) for index, step_s in enumerate(plan.steps_s)]
         for site in self.sites:
             self.world.after(0.3 * site.index, site.boot)
         if plan.wild:

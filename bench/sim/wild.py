@@ -14,7 +14,7 @@ from narrows.proto.layout import fingerprint
 Enter: TypeAlias = Callable[..., None]
 """Calls a method of the broker with these arguments and the time."""
 
-NAME: Final = "wild"
+WILD: Final = "wild"
 HELLOS: Final = 0.15
 """Share of Hello among the control messages."""
 
@@ -43,7 +43,7 @@ class WildPeer:
             self._heads = beat.heads or (0,)
 
     def _new_incarnation(self) -> str:
-        return f"{NAME}.{self._rng.getrandbits(32):08x}"
+        return f"{WILD}.{self._rng.getrandbits(32):08x}"
 
     def _act(self) -> None:
         rng = self._rng
@@ -53,9 +53,9 @@ class WildPeer:
             frames = wire.encode_control(self._message())
             if rng.random() < 0.1:
                 frames = [rng.randbytes(rng.randrange(40)) for _ in range(rng.randrange(4))]
-            self._enter(Host.control, f"{NAME}#0", NAME, frames)
+            self._enter(Host.control, f"{WILD}#0", WILD, frames)
         else:
-            self._enter(Host.data, NAME, self._data())
+            self._enter(Host.data, WILD, self._data())
         self._world.after(rng.uniform(0.02, 0.5), self._act)
 
     def _int(self, likely: int) -> int:
@@ -88,7 +88,7 @@ class WildPeer:
         rng = self._rng
         if rng.random() < 0.3:
             self._incarnation = self._new_incarnation()
-        name = rng.choice([NAME, NAME, NAME, "site-a"])
+        name = rng.choice([WILD, WILD, WILD, "site-a"])
         mark = rng.choice([fingerprint(self._layout)] * 3 + ["0" * 32])
         copies = tuple(msg.PublishedCopy(head, rng.getrandbits(64)) for head in self._heads)
         epoch = rng.choice([self._epoch, ""])
