@@ -124,13 +124,14 @@ def play(run: Deployment, names: Sequence[str], story: Story, view: View) -> Non
     Raises NarrowsError if a process fails.
     """
     run.make_keys(names)
-    settings = {
-        "run.goal_tokens": story.goal_tokens,
-        "run.learners_at_start": len(names),
-        "run.tokens_per_run_step": STEP_TOKENS * len(names),
-        "fragments.sync_period_steps": SYNC_PERIOD_STEPS,
-    }
-    run.broker(settings)
+    run.broker(
+        {
+            "run.goal_tokens": story.goal_tokens,
+            "run.learners_at_start": len(names),
+            "run.tokens_per_run_step": STEP_TOKENS * len(names),
+            "fragments.sync_period_steps": SYNC_PERIOD_STEPS,
+        }
+    )
     for name in names:
         run.learner(name, PRESET)
     key = read_site_key(run.folder / f"{names[0]}.key")

@@ -294,8 +294,12 @@ def played(courses: Sequence[Course], cell: GoodputCell) -> Row:
     """
     jobs = [Job(course) for course in courses]
     merged_tokens = list[float]()
-    settings: dict[str, object] = {"run.learners_at_start": len(jobs)}
-    plan = Plan(cell.seed, settings, [1.0] * len(jobs), lambda site: jobs[site.index])
+    plan = Plan(
+        cell.seed,
+        {"run.learners_at_start": len(jobs)},
+        steps_s=[1.0] * len(jobs),
+        begin=lambda site: jobs[site.index],
+    )
     plan.ends = LEAD_STEPS + cell.steps
     with TemporaryDirectory(prefix="narrows-bench-") as folder:
         run = Simulation(plan, Path(folder))

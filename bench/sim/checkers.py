@@ -268,16 +268,13 @@ def _leaks(host: Host, learners: Sequence[Learner]) -> None:
     for index, round_ in enumerate(host.syncer.state.rounds):
         waiting |= {(each.incarnation, index, each.push_id) for each in round_.inbox.values()}
         waiting |= {(each.incarnation, index, each.push_id) for each in round_.taken}
-    stray = sorted(host.pipeline.pushes.keys() - waiting)
-    if stray:
+    if stray := sorted(host.pipeline.pushes.keys() - waiting):
         raise Wrong(f"no leak: payloads of pushes that nobody waits for: {stray[:3]}")
 
     for learner in learners:
         parts = learner.host.session.parts
-        coding = [part.index for part in parts if part.pushed is Pushed.ENCODING]
-        if coding:
+        if coding := [part.index for part in parts if part.pushed is Pushed.ENCODING]:
             raise Wrong(f"no leak: pushes of {learner.name} are coded for ever: {coding}")
         arriving = {(part.index, *key) for part in parts for key in part.arriving}
-        strange = sorted(learner.host.payloads.keys() - arriving)
-        if strange:
+        if strange := sorted(learner.host.payloads.keys() - arriving):
             raise Wrong(f"no leak: {learner.name} keeps payloads of {strange[:3]}")

@@ -305,9 +305,10 @@ class Site(Learner):
         self.pool = VirtualPool(world, lambda _: self._turn(), self.boot, reach=self.reach)
         incarnation = f"{self.name}.{world.rng.getrandbits(32):08x}"
         self.versions = {}
-        island = Watched(self.trainee.source, self)
-        layout = self.trainee.layout
-        host = LearnerHost(self.name, incarnation, layout, island, self, self.pool, world.now)
+        host = LearnerHost(
+            self.name, incarnation, self.trainee.layout, Watched(self.trainee.source, self),
+            self, self.pool, world.now,
+        )  # fmt: skip
         host.noted = lambda note: self.reach()
         self.run.spoil(host)
         self.host = host
@@ -317,8 +318,18 @@ class Site(Learner):
         host.sender.ready = True
         host.saw = self.run.checkers.saw
         host.lost(world.now)  # The connection is there at once.
-        self._timer(host)
-        self._train(host)
+        self._timer()
+        self._train()
+
+    def _in_this_life(self, what: Callable[[], None]) -> Callable[[], None]:
+        """Does `what` if the process that lives now still does then."""
+        host = self.host
+
+        def unless_dead() -> None:
+            if host is self.host:
+                what()
+
+        return unless_dead
 
     # -- wires
 
@@ -358,14 +369,12 @@ class Site(Learner):
 
     def receive(self, call: Callable[..., None], frames: list[bytes]) -> None:
         """A message has reached the machine; `call` is the method that its host has for it."""
-        host = self.host
 
         def deliver() -> None:
-            if host is self.host:
-                call(host, frames, self.world.now)
-                self._after_event()
+            call(self.host, frames, self.world.now)
+            self._after_event()
 
-        self.line.arrive(deliver)
+        self.line.arrive(self._in_this_life(deliver))
 
     # -- threads
 
@@ -378,20 +387,17 @@ class Site(Learner):
         self.host.turn(self.world.now)
         self._after_event()
 
-    def _timer(self, host: LearnerHost) -> None:
-        if host is not self.host:
-            return
+    def _timer(self) -> None:
         if not self.line.frozen:
             self._turn()
-        wait_s = max(0.002, min(host.deadline(self.world.now) - self.world.now, 0.25))
-        self.world.after(wait_s, lambda: self._timer(host))
+        wait_s = max(0.002, min(self.host.deadline(self.world.now) - self.world.now, 0.25))
+        self.world.after(wait_s, self._in_this_life(self._timer))
 
-    def _train(self, host: LearnerHost) -> None:
+    def _train(self) -> None:
         """Does what a training thread does: join, step, wait where it must, leave at the end."""
         world = self.world
+        host = self.host
         session = host.session
-        if host is not self.host:
-            return
         if session.ended:
             self.left = True
             return
@@ -413,7 +419,7 @@ class Site(Learner):
             else:
                 self._call(host.join)
             self._after_event()
-        world.after(delay_s, lambda: self._train(host))
+        world.after(delay_s, self._in_this_life(self._train))
 
     def _call(self, decide: Callable[[], list[Task]]) -> bool:
         """A boundary of the training thread, whose loop survives an exception and goes on. False:
@@ -440,14 +446,10 @@ class Site(Learner):
 
     def broken(self) -> None:
         """The connection is made anew; the learner hears of it."""
-        host = self.host
         self.line.break_off()
-
-        def hear() -> None:
-            if host is self.host:
-                host.lost(self.world.now)
-
-        self.world.after(self.world.rng.uniform(0.05, 0.5), hear)
+        delay_s = self.world.rng.uniform(0.05, 0.5)
+        hear = self._in_this_life(lambda: self.host.lost(self.world.now))
+        self.world.after(delay_s, hear)
 
     def restart(self) -> None:
         """SIGKILL, and a new process at once."""
@@ -467,14 +469,11 @@ class Site(Learner):
 
     def pause(self, seconds: float) -> None:
         """The loop evaluates the model."""
-        host = self.host
-        self.boundary.perform(lambda: host.pause("evaluating"), self.world.now)
+        self._pause("evaluating")
+        self.world.after(seconds, self._in_this_life(lambda: self._pause(None)))
 
-        def go_on() -> None:
-            if host is self.host:
-                self.boundary.perform(lambda: host.pause(None), self.world.now)
-
-        self.world.after(seconds, go_on)
+    def _pause(self, reason: str | None) -> None:
+        self.boundary.perform(lambda: self.host.pause(reason), self.world.now)
 
 
 class Simulation:
