@@ -56,7 +56,8 @@ class Learner:
     foretold: bool = False
     """The session's `due`, as it was after the newest event."""
     versions: dict[int, int] = field(default_factory=dict[int, int])
-    """By fragment, of those that stand on a version with every element."""
+    """The version that every element of a fragment stands on, by fragment; one that was left half
+    written has none."""
 
 
 def standings(session: Session) -> list[object]:
@@ -95,7 +96,7 @@ class Checkers:
         self._db: sqlite3.Connection
         """Reads the rows of this life of the broker, as `sqlite3 -readonly` would."""
         self._second: deque[Sent] = deque()
-        """What has left in the last second."""
+        """The messages that have left in the last second."""
         self._busiest_bytes = 0
         """The most that has left in a second."""
 

@@ -10,6 +10,7 @@ moments leave every prefix of durability behind a kill.
 from __future__ import annotations
 
 import errno
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -191,9 +192,9 @@ class Walk:
         self._site = site
         self._rng = site.world.rng
         self._noise = np.random.default_rng(self._rng.getrandbits(32))
-        sizes = (int(np.prod(entry.shape)) for entry in ENTRIES)
         self.tensors: list[F32] = [
-            self._noise.standard_normal(size).astype(np.float32) for size in sizes
+            self._noise.standard_normal(math.prod(entry.shape)).astype(np.float32)
+            for entry in ENTRIES
         ]
         self._round()
 

@@ -20,7 +20,7 @@ HELLOS: Final = 0.15
 
 
 class WildPeer:
-    """Sends until `ends`; what it is told it uses to be believed more often."""
+    """Sends until `ends`. It uses what the broker tells it, so that it is believed more often."""
 
     def __init__(self, world: World, enter: Enter, layout: msg.Layout, ends: float) -> None:
         self._world = world
