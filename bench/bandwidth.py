@@ -12,9 +12,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
-from narrows.bench.kit.line import Line, Sample, available
+from narrows.bench.kit.line import Line, available
 from narrows.bench.kit.rows import Column, Json, Row, Short, bench
-from narrows.bench.kit.run import Run, payload_bits
+from narrows.bench.kit.run import Deployment, payload_bits
 from narrows.proto.flow.budget import SEGMENT_BYTES, SEGMENT_OVERHEAD_BYTES
 
 LEARNERS: Final = ("learner-0", "learner-1")
@@ -75,7 +75,7 @@ def measure(cell: BandwidthCell, *, steps: int = STEPS) -> Row:
         "codec.rho": cell.rho,
     }
     maybe_line = Line() if available() else nullcontext()
-    with maybe_line as line, Run(line=line) as run:
+    with maybe_line as line, Deployment(line=line) as run:
         run.broker(settings)
         for name in LEARNERS:
             run.learner(name, "tiny")
@@ -83,22 +83,15 @@ def measure(cell: BandwidthCell, *, steps: int = STEPS) -> Row:
 
         # All first copies have arrived: now counting begins.
         before = run.ask("status", run.address, "--json")
-        first = _counters(line)
+        first = None if line is None else line.read()
         for name in ("broker", *LEARNERS):
-            run.ends(name, 0)
-        last = _counters(line)
-
+            run.running[name].ends(0)
         crossed = None
-        if first is not None and last is not None:
+        if line is not None and first is not None:
+            last = line.read()
             crossed = (last.up - first.up, last.down - first.down)
         merges = run.merges()[before["merges"] :]
         return bits(merges, before, run.final(), crossed)
-
-
-def _counters(line: Line | None) -> Sample | None:
-    if line is None:
-        return None
-    return line.read()
 
 
 def bits(

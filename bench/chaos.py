@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any, Final
 
 from narrows.bench.kit.rows import Column, Json, Row, Short, bench
-from narrows.bench.kit.run import HURRY, TENSORS, Run, Toy
+from narrows.bench.kit.run import HURRY, TENSORS, Deployment, Toy
 from narrows.broker.process.pipeline import CRASH_PLACES
 from narrows.broker.store import History
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
@@ -99,7 +99,7 @@ def measure(cell: ChaosCell) -> Row:
     rng = random.Random(cell.seed)
     waits_s = list[float]()
     places = Counter({ANY: 1})
-    with Run() as run:
+    with Deployment() as run:
         run.broker(SETTINGS)
         names = run.toys(Toy("learner", PARAMS, moved=TENSORS), LEARNERS)
         run.wait_merges(2 * LEARNERS)
@@ -118,12 +118,12 @@ def measure(cell: ChaosCell) -> Row:
                 place = rng.choice(CRASH_PLACES)
                 places[place] += 1
                 run.broker(SETTINGS, crash_at=f"{place}:{rng.randint(1, VISITS_MAX)}")
-                run.ends("broker", -signal.SIGKILL)
+                run.running["broker"].ends(-signal.SIGKILL)
 
         waits_s.append(_serve(run))
         steps = sum(map(run.steps, names)) - steps
         steps_per_s = steps / (time.monotonic() - began_s)
-        run.stop_broker()
+        run.running["broker"].stop()
         found = compare(run.state, {name: run.installed(name) for name in names})
     return {
         "kills_at_places": cell.kills - places[ANY],
@@ -191,7 +191,7 @@ def headline(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _serve(run: Run) -> float:
+def _serve(run: Deployment) -> float:
     """Starts the broker; returns the seconds until it has made a version."""
     versions = len(run.merges())
     started_s = time.monotonic()

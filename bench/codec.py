@@ -14,8 +14,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from narrows.bench.kit.rows import CHECKOUT, Column, Json, Row, Short, bench
-from narrows.proto.codec import F32, advance_copy, decode_chunk, encode_push
-from narrows.proto.codec import warm_up as warm_up_kernels
+from narrows.proto.codec import F32, advance_copy, decode_chunk, encode_push, warm_up
 from narrows.proto.layout import Fragment, build_table
 from narrows.proto.messages import LOSSLESS, CodecName, LayoutEntry
 
@@ -72,7 +71,7 @@ class Coding(NamedTuple):
 
 def codec(*, short: Short = False, json: Json = None) -> None:
     """Measure bits, error and speed of the codecs on one core, beside what others do."""
-    warm_up_kernels()
+    warm_up()
     # 16 MiB as float32 are more than the caches of a core hold.
     elements = 1 << 20 if short else 1 << 22
     rhos = (DEFAULT_RHO,) if short else RHOS

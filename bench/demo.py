@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from narrows.bench.kit.rows import shown, write
-from narrows.bench.kit.run import PATIENCE_S, Run, payload_bits
+from narrows.bench.kit.run import PATIENCE_S, Deployment, payload_bits
 from narrows.broker import merging
 from narrows.broker.cli.status import ask_status
 from narrows.proto import codec
@@ -98,14 +99,14 @@ def demo(
 
     story = Story(names[1], steps * STEP_TOKENS * learners, time.monotonic())
     view = View(console, story, is_live=console.is_terminal and not plain)
-    with Run(folder=keep) as run:
+    with Deployment(folder=keep) as run:
         run.remedy = "`narrows demo --keep FOLDER` keeps the logs of all processes"
         play(run, names, story, view)
         wall_s = time.monotonic() - story.started_at
         console.print("The run has ended; the learners measure the model ...")
         for name in names:
             if name != story.victim or story.is_back:
-                run.ends(name, 0)
+                run.running[name].ends(0)
         facts = collect(run, names, steps, story) | {"wall_s": wall_s}
 
     if json is not None:
@@ -117,19 +118,20 @@ def demo(
         paper.save_svg(str(picture), title="narrows demo")
 
 
-def play(run: Run, names: Sequence[str], story: Story, view: View) -> None:
+def play(run: Deployment, names: Sequence[str], story: Story, view: View) -> None:
     """Starts everybody and watches the run to its end; kills the victim and brings it back.
 
     Raises NarrowsError if a process fails.
     """
     run.make_keys(names)
-    settings = {
-        "run.goal_tokens": story.goal_tokens,
-        "run.learners_at_start": len(names),
-        "run.tokens_per_run_step": STEP_TOKENS * len(names),
-        "fragments.sync_period_steps": SYNC_PERIOD_STEPS,
-    }
-    run.broker(settings)
+    run.broker(
+        {
+            "run.goal_tokens": story.goal_tokens,
+            "run.learners_at_start": len(names),
+            "run.tokens_per_run_step": STEP_TOKENS * len(names),
+            "fragments.sync_period_steps": SYNC_PERIOD_STEPS,
+        }
+    )
     for name in names:
         run.learner(name, PRESET)
     key = read_site_key(run.folder / f"{names[0]}.key")
@@ -138,7 +140,7 @@ def play(run: Run, names: Sequence[str], story: Story, view: View) -> None:
         while run.running["broker"].exitcode is None:
             for name in names:
                 if name != story.victim and run.running[name].exitcode:
-                    run.ends(name, 0)  # It has failed, and this raises.
+                    run.running[name].ends(0)  # It has failed, and this raises.
             now = time.monotonic()
             try:
                 status = ask_status(run.address, key, timeout_s=1.0)
@@ -154,7 +156,7 @@ def play(run: Run, names: Sequence[str], story: Story, view: View) -> None:
                     run.learner(story.victim, PRESET)
             view.update(status)
             time.sleep(POLL_S)
-    run.ends("broker", 0)
+    run.running["broker"].ends(0)
     story.hear(run.final(), time.monotonic())
 
 
@@ -228,13 +230,13 @@ class View:
     """Shows the run as a live table, or else as a line now and then. Enter `shown` first."""
 
     def __init__(self, console: Console, story: Story, *, is_live: bool) -> None:
-        self._console = console
         self._story = story
-        self._live = Live(console=console, refresh_per_second=4) if is_live else None
-        self.shown: AbstractContextManager[object] = self._live or nullcontext()
+        self._live = Live(console=console, refresh_per_second=4)
+        self._is_live = is_live
+        self.shown: AbstractContextManager[object] = self._live if is_live else nullcontext()
         self.moment = Group()
         """The last table while a learner was dead, for the picture."""
-        self._losses: dict[str, list[float]] = {}
+        self._losses = defaultdict[str, list[float]](list)
         """By learner: each loss that the broker told, oldest first."""
         self._told = ""
         self._told_at = 0.0
@@ -244,7 +246,7 @@ class View:
         story = self._story
         for name, learner in status["learners"].items():
             if learner["loss"] is not None and learner["state"] == "training":
-                self._losses.setdefault(name, []).append(learner["loss"])
+                self._losses[name].append(learner["loss"])
 
         wire = f"up {_size(status['up_bytes'])}, down {_size(status['down_bytes'])}"
         head = f"{story.share(status):4.0%}  {status['merges']} merges  {wire}"
@@ -252,19 +254,19 @@ class View:
         table = self._table(status, head, news)
         if story.killed_at is not None and story.returned_at is None:
             self.moment = table
-        if self._live is not None:
+        if self._is_live:
             self._live.update(table)
             return
 
         if story.tell() != self._told:
             self._told = story.tell()
-            self._console.print(news)
+            self._live.console.print(news)
         if time.monotonic() > self._told_at + TELL_S:
             self._told_at = time.monotonic()
             losses = [values[-1] for values in self._losses.values()]
             if losses:
                 news = f"loss {fmean(losses):.3f}"
-            self._console.print(f"{head}  {news}")
+            self._live.console.print(f"{head}  {news}")
 
     def _table(self, status: Facts, head: str, news: str) -> Group:
         story = self._story
@@ -274,7 +276,7 @@ class View:
         )  # fmt: skip
         for name, learner in sorted(status["learners"].items()):
             state = learner["state"]
-            losses = self._losses.get(name, [])
+            losses = self._losses[name]
             if name == story.victim and story.killed_at is not None and not story.is_back:
                 # The broker notices a silence only after seconds; the demo knows at once.
                 state = "killed" if story.returned_at is None else "starting"
@@ -308,7 +310,7 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(SPARKS[round((mean - low) / spread * (len(SPARKS) - 1))] for mean in means)
 
 
-def collect(run: Run, names: Sequence[str], steps: int, story: Story) -> Facts:
+def collect(run: Deployment, names: Sequence[str], steps: int, story: Story) -> Facts:
     """The results, from what the processes have left. Losses are nats per byte of validation text.
 
     Data parallelism would make a bfloat16 ring all-reduce in every step: each of M learners sends
@@ -353,11 +355,11 @@ def report(facts: Facts, kept: Path | None) -> Group:
     """The last table, how few bits it took, and what to do next. Fits into 60 columns."""
     moved = facts["up_bytes"] + facts["down_bytes"]
     parallel = facts["data_parallel_bytes"]
-    fate = "none: the run was too short"
-    if facts["rejoin_s"] is not None:
+    fate = "back too late to be merged again"
+    if not facts["killed"]:
+        fate = "none: the run was too short"
+    elif facts["rejoin_s"] is not None:
         fate = f"merged again {facts['rejoin_s']:.1f} s after its start"
-    elif facts["killed"]:
-        fate = "back too late to be merged again"
     rows = {
         "learners": f"{facts['learners']}",
         "parameters": f"{facts['parameters'] / 1e6:.2f} M",

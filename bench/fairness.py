@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from narrows.bench.kit.rows import Column, Json, Row, Short, bench
-from narrows.bench.kit.run import TOKENS, Run, Toy
+from narrows.bench.kit.run import TOKENS, Deployment, Toy
 
 PARAMS: Final = 1 << 12
 FRAGMENTS: Final = 4
@@ -78,7 +78,7 @@ def measure(cell: FairnessCell) -> Row:
         "fragments.count": FRAGMENTS,
         "fragments.sync_period_steps": SYNC_PERIOD_STEPS,
     }
-    with Run() as calm, Run() as rough:
+    with Deployment() as calm, Deployment() as rough:
         for run in (calm, rough):
             run.broker(settings)
             for toy in toys:
@@ -91,12 +91,12 @@ def measure(cell: FairnessCell) -> Row:
         slowest = toys[-1].name
         away_s = min(AWAY_S_MAX, seconds / 3)
         rough.wait(seconds / 3)
-        rough.signal(slowest, signal.SIGSTOP)
+        rough.running[slowest].signal(signal.SIGSTOP)
         rough.wait(away_s / 2)
         rough.kill("broker")
         rough.broker(settings)
         rough.wait(away_s / 2)
-        rough.signal(slowest, signal.SIGCONT)
+        rough.running[slowest].signal(signal.SIGCONT)
         rough.wait(seconds * 2 / 3 - away_s)
 
         row: Row = {}
@@ -105,7 +105,7 @@ def measure(cell: FairnessCell) -> Row:
     return row
 
 
-def _look(run: Run, toys: Sequence[Toy]) -> Row:
+def _look(run: Deployment, toys: Sequence[Toy]) -> Row:
     """Each learner's share, and how far the clock is from what was merged and what was logged."""
     logged, merged = run.account([toy.name for toy in toys])
     clock = float(run.final()["run_tokens"])

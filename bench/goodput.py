@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from narrows.bench.kit.rows import Column, Json, Row, Short, bench
 from narrows.bench.reference.worker import need_torch
-from narrows.bench.sim.run import Plan, Run
+from narrows.bench.sim.run import Plan, Simulation
 from narrows.learner.session import Session
 
 CHIPS: Final = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
@@ -294,11 +294,15 @@ def played(courses: Sequence[Course], cell: GoodputCell) -> Row:
     """
     jobs = [Job(course) for course in courses]
     merged_tokens = list[float]()
-    settings: dict[str, object] = {"run.learners_at_start": len(jobs)}
-    plan = Plan(cell.seed, settings, [1.0] * len(jobs), lambda site: jobs[site.index])
+    plan = Plan(
+        cell.seed,
+        {"run.learners_at_start": len(jobs)},
+        steps_s=[1.0] * len(jobs),
+        begin=lambda site: jobs[site.index],
+    )
     plan.ends = LEAD_STEPS + cell.steps
     with TemporaryDirectory(prefix="narrows-bench-") as folder:
-        run = Run(plan, Path(folder))
+        run = Simulation(plan, Path(folder))
         for until_s in (LEAD_STEPS, plan.ends):
             run.until(until_s)
             assert run.host is not None, "a calm broker does not die"

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Final
 
 from narrows.bench.kit.rows import Column, Json, Row, Short, bench
-from narrows.bench.kit.run import HURRY, TENSORS, Run, Toy, thread_cpu_s
+from narrows.bench.kit.run import HURRY, TENSORS, Deployment, Toy, thread_cpu_s
 from narrows.proto.units import BitRate
 
 LEARNERS: Final = 2
@@ -78,12 +78,12 @@ def measure(cell: LoopCell) -> Row:
     if BitRate.parse(cell.rate):
         settings = {**settings, "wan.up": cell.rate, "wan.down": cell.rate}
     toy = Toy("toy", cell.params, moved=MOVED_BY_MODE[cell.mode])
-    with Run() as run:
+    with Deployment() as run:
         return exchanging(run, cell.mode, settings, toy, cell.seconds)
 
 
 def exchanging(
-    run: Run, mode: str, settings: Mapping[str, object], toy: Toy, seconds: float
+    run: Deployment, mode: str, settings: Mapping[str, object], toy: Toy, seconds: float
 ) -> Row:
     """Runs a broker and two such toys; returns rates over `seconds` or longer, in whole rounds."""
     fragments = FRAGMENTS_BY_MODE[mode]
@@ -143,7 +143,7 @@ def _total(row: Row, stages: str) -> float:
     return float(sum(value for key, value in row.items() if key.startswith(stages)))
 
 
-def _spent(run: Run, toys: Sequence[str]) -> dict[str, float]:
+def _spent(run: Deployment, toys: Sequence[str]) -> dict[str, float]:
     """CPU seconds so far by stage, and steps; a learner's figures are the mean of all learners."""
     broker = thread_cpu_s(run.running["broker"].pid)
     learners = [thread_cpu_s(run.running[name].pid) for name in toys]

@@ -36,7 +36,7 @@ from typing import IO, Final
 from narrows.bench import loop
 from narrows.bench.kit.line import HUB_ADDRESS, SITE_ADDRESS, Line
 from narrows.bench.kit.rows import Column, Json, Row, Short, bench, shown
-from narrows.bench.kit.run import Run, Toy
+from narrows.bench.kit.run import Deployment, Toy
 from narrows.proto.units import BitRate
 
 OURS: Final = {"lockstep": "diloco", "decoupled": "decoupled"}
@@ -195,7 +195,10 @@ def narrows(cell: PeersCell) -> Row:
         period_steps = cell.sync_period_steps
         toy = Toy("toy", cell.params, PUBLISHED_STEP_S)
     settings = {"fragments.sync_period_steps": period_steps}
-    with Line(loop.LEARNERS * float(BitRate.parse(cell.rate))) as line, Run(line=line) as run:
+    with (
+        Line(loop.LEARNERS * float(BitRate.parse(cell.rate))) as line,
+        Deployment(line=line) as run,
+    ):
         made = loop.exchanging(run, mode, settings, toy, cell.seconds)
     row: Row = {"exchange_s": made["exchange_s"], "note": ""}
     if cell.sync_period_steps is None:
@@ -213,7 +216,7 @@ def narrows(cell: PeersCell) -> Row:
 @cache
 def undisturbed_steps_per_s(params: int, seconds: float) -> float:
     """Steps per second of a learner while nobody exchanges anything."""
-    with Run() as run:
+    with Deployment() as run:
         run.broker(
             {
                 "run.learners_at_start": loop.LEARNERS,
@@ -221,7 +224,7 @@ def undisturbed_steps_per_s(params: int, seconds: float) -> float:
             }
         )
         names = run.toys(Toy("toy", params, PUBLISHED_STEP_S), loop.LEARNERS)
-        run.wait_until(lambda: all(map(run.facts, names)), "all to join", *run.running)
+        run.wait_until(lambda: all(map(run.facts, names)), "all to join")
         began_s = time.monotonic()
         steps = fmean(map(run.steps, names))
         run.wait(seconds)
@@ -240,7 +243,6 @@ def averaged(cell: PeersCell, python: Path) -> Row:
     environ |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
     members = list[subprocess.Popen[bytes]]()
     logs = list[IO[str]]()
-    told: list[list[str]] = []
     with Line(float(BitRate.parse(cell.rate))) as line, ExitStack() as stack:
         ends = ((line.hub, HUB_ADDRESS), (line.site, SITE_ADDRESS))
         for rank, (namespace, address) in enumerate(ends):
@@ -259,14 +261,12 @@ def averaged(cell: PeersCell, python: Path) -> Row:
 
         # A member that fails leaves the other one waiting: the first failure ends the measurement.
         limit = time.monotonic() + EXCHANGE_S_MAX
-        codes = [member.poll() for member in members]
+        codes: list[int | None] = [None]
         while None in codes and not any(codes) and time.monotonic() < limit:
             time.sleep(LOOK_S)
             codes = [member.poll() for member in members]
+        told = [_lines(log) for log in logs]
 
-        for log in logs:
-            log.seek(0)
-            told.append(log.read().splitlines())
     if any(code != 0 for code in codes):
         note = f"not finished: exit codes {codes}"
         failed = max(range(len(codes)), key=lambda rank: abs(codes[rank] or 0))
@@ -277,6 +277,12 @@ def averaged(cell: PeersCell, python: Path) -> Row:
         [json.loads(line)["seconds"] for line in lines if line.startswith('{"')] for lines in told
     ]
     return {"exchange_s": median(map(max, zip(*of_each, strict=True))), "note": ""}
+
+
+def _lines(log: IO[str]) -> list[str]:
+    """All that was written so far."""
+    log.seek(0)
+    return log.read().splitlines()
 
 
 def _end(member: subprocess.Popen[bytes]) -> None:

@@ -16,7 +16,7 @@ import torch
 from narrows.bench.quality_cells import QualityCell
 from narrows.bench.reference.gpt import GPT, PRESETS, learning_rate, make_optimizer
 from narrows.bench.reference.text import Text, Tokens, load_text
-from narrows.bench.sim.run import Plan, Run, Site
+from narrows.bench.sim.run import Plan, Simulation, Site
 from narrows.learner.loop import ramp_steps
 from narrows.learner.parameters import Parameters
 from narrows.learner.session import Session
@@ -53,7 +53,7 @@ def train(cell: QualityCell, seed: int) -> tuple[float, float]:
         for at_s in np.arange(begins_s, plan.ends, AWAY_PERIOD_S).tolist():
             plan.befalls(at_s, index, Site.die, AWAY_PERIOD_S / 2)
     with TemporaryDirectory(prefix="narrows-bench-") as folder:
-        run = Run(plan, Path(folder))
+        run = Simulation(plan, Path(folder))
         run.until(plan.ends)
         contributors = run.contributors_mean()
     # At the end of a run all learners that are alive hold the same model.

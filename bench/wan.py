@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, pairwise
 from statistics import median
-from typing import Final, TypeAlias
+from typing import Final
 
 from narrows.bench.kit.line import FarLine, Line, Sample, available, peak_bits_per_s
 from narrows.bench.kit.rows import Column, Json, Row, Short, bench
-from narrows.bench.kit.run import HURRY, TENSORS, TOKENS, WIDTH, Run, Toy, numbered
+from narrows.bench.kit.run import HURRY, TENSORS, TOKENS, WIDTH, Deployment, Toy, numbered
 from narrows.proto.keys import AllowList
 from narrows.proto.units import BitRate
 
@@ -63,9 +63,6 @@ UNPRIVILEGED: Final = {"frozen", "revoke"}
 COLUMNS: Final = tuple(
     Column(key, key) for key in ("promise", "rate", "learners", "asked", "found", "held")
 )
-
-Found: TypeAlias = tuple[str, bool, Row]
-"""The figures in words, whether they are what is asked, and the figures."""
 
 
 @dataclass(frozen=True)
@@ -122,13 +119,9 @@ def measure(cell: WanCell) -> Row:
     promises = {
         "budget": _budget, "far": _far, "frozen": _frozen, "relay": _relay, "revoke": _revoke,
     }  # fmt: skip
-    found, held, figures = promises[cell.promise](cell)
-    return {
-        "asked": ASKED[cell.promise],
-        "found": found,
-        "held": "yes" if held else "NO",
-        **figures,
-    }
+    row = promises[cell.promise](cell)
+    held = "yes" if row["held"] else "NO"
+    return {"asked": ASKED[cell.promise], **row, "held": held}
 
 
 def headline(rows: Sequence[Row]) -> list[str]:
@@ -140,10 +133,11 @@ def headline(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-# The promises.
+# The promises. A row has the figures, says them in words as `found`, and whether they are what is
+# asked as `held`.
 
 
-def _budget(cell: WanCell) -> Found:
+def _budget(cell: WanCell) -> Row:
     rate = float(BitRate.parse(cell.rate))
     is_plain = rate >= PLAIN_FROM_BITS_PER_S
     codecs = PLAIN if is_plain else {}
@@ -159,7 +153,7 @@ def _budget(cell: WanCell) -> Found:
     peaks = list[float]()
     for way in ("up", "down"):
         settings = {f"wan.total_{way}": cell.rate, "merge.quorum": 0, **HURRY, **codecs}
-        with Line() as line, Run(line=line) as run:
+        with Line() as line, Deployment(line=line) as run:
             _serve(run, cell, settings)
             _join(run, cell, replace(TOY, params=params))
             run.wait_merges(FRAGMENTS)
@@ -170,17 +164,21 @@ def _budget(cell: WanCell) -> Found:
         crossed_bits = 8 * (getattr(last, way) - getattr(first, way))
         means.append(crossed_bits / (last.at_s - first.at_s) / rate)
         peaks.append({"up": up, "down": down}[way] / rate)
-    held = all(0.95 <= each <= 1.0 for each in means) and max(peaks) <= 1.02
-    found = "mean {:.3f} up {:.3f} down, second {:.3f} {:.3f}".format(*means, *peaks)
-    return found, held, {"params": params, "mean_shares": means, "peak_shares": peaks}
+    return {
+        "found": "mean {:.3f} up {:.3f} down, second {:.3f} {:.3f}".format(*means, *peaks),
+        "held": min(means) >= 0.95 and max(means) <= 1.0 and max(peaks) <= 1.02,
+        "params": params,
+        "mean_shares": means,
+        "peak_shares": peaks,
+    }
 
 
-def _far(cell: WanCell) -> Found:
+def _far(cell: WanCell) -> Row:
     """Publications to one learner; then a joiner's first copy, while nothing else crosses."""
     rate = float(BitRate.parse(FAR_RATE))
     settings = {"wan.streams": cell.streams, "fragments.count": FAR_FRAGMENTS, **HURRY, **PLAIN}
     toy = replace(TOY, params=FAR_PARAMS, moved=TENSORS)
-    with FarLine(TRIP_S / 2, rate) as line, Run(line=line) as run:
+    with FarLine(TRIP_S / 2, rate) as line, Deployment(line=line) as run:
         _serve(run, cell, settings)
         (name,) = _join(run, cell, toy)
         joined = len(line.samples)
@@ -190,12 +188,12 @@ def _far(cell: WanCell) -> Found:
         _join(run, cell, replace(toy, name="joiner"))
         publications = _busy_share(line.samples[joined:killed], rate)
         copy = _busy_share(line.samples[killed:], rate)
-    found = f"{cell.streams} streams: publications {publications:.2f}, first copy {copy:.2f}"
-    return (
-        found,
-        min(publications, copy) >= 0.9,
-        {"publication_share": publications, "copy_share": copy},
-    )
+    return {
+        "found": f"{cell.streams} streams: publications {publications:.2f}, first copy {copy:.2f}",
+        "held": min(publications, copy) >= 0.9,
+        "publication_share": publications,
+        "copy_share": copy,
+    }
 
 
 def _busy_share(samples: Sequence[Sample], rate: float) -> float:
@@ -205,17 +203,17 @@ def _busy_share(samples: Sequence[Sample], rate: float) -> float:
     return median([each for each in shares if each > 0.1] or [0.0])
 
 
-def _frozen(cell: WanCell) -> Found:
+def _frozen(cell: WanCell) -> Row:
     """Rounds per second of a learner before, while and after another one stands still."""
-    with Run() as run:
+    with Deployment() as run:
         _serve(run, cell, {"wan.total_up": cell.rate, "wan.total_down": cell.rate, **HURRY})
         fast, frozen = _join(run, cell)
         begun = time.time()
         run.wait(cell.seconds / 4)
-        run.signal(frozen, signal.SIGSTOP)
+        run.running[frozen].signal(signal.SIGSTOP)
         stopped = time.time()
         run.wait(cell.seconds)
-        run.signal(frozen, signal.SIGCONT)
+        run.running[frozen].signal(signal.SIGCONT)
         woken = time.time()
         run.wait(cell.seconds / 4)
         at = [each["time_s"] for each in run.installed(fast)]
@@ -229,32 +227,34 @@ def _frozen(cell: WanCell) -> Found:
     lost = 1.0
     if before > 0:
         lost = 1 - beside / before
-    pause_s = max(b - a for a, b in pairwise([stopped, *(t for t in at if stopped < t < woken)]))
-    found = (
-        f"rounds/s {before:.1f}, then {noticing:.1f}, {beside:.1f}, after {after:.1f};"
-        f" longest pause {pause_s:.1f} s"
-    )
-    return found, lost <= 0.05, {"rounds_per_s": rates, "lost": lost, "longest_pause_s": pause_s}
+    pause_s = max(gaps([stopped, *(each for each in at if stopped < each < woken)]))
+    return {
+        "found": f"rounds/s {before:.1f}, then {noticing:.1f}, {beside:.1f}, after {after:.1f};"
+        f" longest pause {pause_s:.1f} s",
+        "held": lost <= 0.05,
+        "rounds_per_s": rates,
+        "lost": lost,
+        "longest_pause_s": pause_s,
+    }
 
 
-def _relay(cell: WanCell) -> Found:
+def _relay(cell: WanCell) -> Row:
     """Bytes down a line, without relays and with one for each of two sites at its far end."""
     direct = _down_bytes(cell, relays=0)
     relayed = _down_bytes(cell, relays=2)
     fewer = direct / relayed
-    found = (
-        f"{direct:.2f} bytes per byte published, {relayed:.2f} with relays: {fewer:.2f} times fewer"
-    )
-    return (
-        found,
-        fewer >= 3.5,
-        {"down_bytes_per_byte": [direct, relayed], "times_fewer": fewer},
-    )
+    return {
+        "found": f"{direct:.2f} bytes per byte published, {relayed:.2f} with relays:"
+        f" {fewer:.2f} times fewer",
+        "held": fewer >= 3.5,
+        "down_bytes_per_byte": [direct, relayed],
+        "times_fewer": fewer,
+    }
 
 
 def _down_bytes(cell: WanCell, *, relays: int) -> float:
     """Bytes that cross the line to all learners together, for each byte that is published."""
-    with Line() as line, Run(line=line) as run:
+    with Line() as line, Deployment(line=line) as run:
         _serve(run, cell, HURRY)
         vias = [f"tcp://127.0.0.1:{7080 + index}" for index in range(relays)]
         for index, via in enumerate(vias):
@@ -270,9 +270,9 @@ def _down_bytes(cell: WanCell, *, relays: int) -> float:
         return float((line.read().down - first.down) / published)
 
 
-def _revoke(cell: WanCell) -> Found:
+def _revoke(cell: WanCell) -> Row:
     """Pauses of the other learners around the revocation of one, and its copies after that."""
-    with Run() as run:
+    with Deployment() as run:
         keys = run.make_keys(numbered(TOY.name, cell.learners))
         _serve(run, cell, {"fragments.sync_period_steps": REVOKED_PERIOD_STEPS})
         gone, *others = _join(run, cell, replace(TOY, step_s=0.01))
@@ -285,13 +285,12 @@ def _revoke(cell: WanCell) -> Found:
         logged, merged = run.account(others)
         at = {n: [each["time_s"] for each in run.installed(n)] for n in (gone, *others)}
 
-    pauses_s = []
-    usual_s = []
+    pause_s = 0.0
+    usual_s = 0.0
     for name in others:
         near = [each for each in at[name] if revoked - 1 < each < revoked + 1]
-        pauses_s.append(max(b - a for a, b in pairwise(near)))
-        usual_s.append(median(b - a for a, b in pairwise(at[name])))
-    pause_s = max(pauses_s)
+        pause_s = max(pause_s, *gaps(near))
+        usual_s = max(usual_s, median(gaps(at[name])))
     # What was on its way when the connections ended may still arrive.
     late = sum(each > revoked + ON_ITS_WAY_S for each in at[gone])
     period_tokens = REVOKED_PERIOD_STEPS * TOKENS
@@ -300,23 +299,30 @@ def _revoke(cell: WanCell) -> Found:
         for name in others
         for fragment in range(FRAGMENTS)
     )
-    found = (
-        f"pause {1e3 * pause_s:.0f} ms (usually {1e3 * max(usual_s):.0f}), {late} copies,"
-        f" {behind:.1f} periods"
-    )
-    held = pause_s <= 1.0 and late == 0 and behind < 2
-    return found, held, {"pause_s": pause_s, "copies_after": late, "behind_periods": behind}
+    return {
+        "found": f"pause {1e3 * pause_s:.0f} ms (usually {1e3 * usual_s:.0f}), {late} copies,"
+        f" {behind:.1f} periods",
+        "held": pause_s <= 1.0 and late == 0 and behind < 2,
+        "pause_s": pause_s,
+        "copies_after": late,
+        "behind_periods": behind,
+    }
 
 
 # What all promises share.
 
 
-def _serve(run: Run, cell: WanCell, settings: Mapping[str, object]) -> None:
+def gaps(times: Sequence[float]) -> list[float]:
+    """The time from each to the next."""
+    return [after - before for before, after in pairwise(times)]
+
+
+def _serve(run: Deployment, cell: WanCell, settings: Mapping[str, object]) -> None:
     """Starts the broker; `settings` outdo those that all promises share."""
     run.broker({"run.learners_at_start": cell.learners, "fragments.count": FRAGMENTS, **settings})
 
 
-def _join(run: Run, cell: WanCell, like: Toy = TOY) -> list[str]:
+def _join(run: Deployment, cell: WanCell, like: Toy = TOY) -> list[str]:
     """Starts the cell's number of toys; returns their names once all have joined."""
     names = run.toys(like, cell.learners)
     run.wait_joined(names)

@@ -190,8 +190,7 @@ class Processes:
         log_file = self.folder / f"{name}.log"
         log_file.touch()
         log_start = log_file.stat().st_size
-        environment = self.environment.get(name, {})
-        begin = (name, log_file, environment, target, given, more)
+        begin = (name, log_file, self.environment.get(name, {}), target, given, more)
         process = _forks.Process(target=_begin, args=begin, daemon=True)
         process.start()
         child = Child(name, process, log_file, log_start, self.wait_s, self.remedy)

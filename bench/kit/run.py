@@ -1,4 +1,4 @@
-"""One run of real processes: a broker, and learners that train or only act as if they did.
+"""A run of real processes: a broker, and learners that train or only act as if they did.
 
 A bench sees what a user sees: commands, events files, exit codes.
 """
@@ -62,7 +62,7 @@ def numbered(name: str, count: int) -> list[str]:
     return [f"{name}-{index}" for index in range(count)]
 
 
-class Run(Processes):
+class Deployment(Processes):
     """The folder and the processes of one run; leaving the block ends them all.
 
     With a `line` the broker runs at its hub and the learners at its site. `folder` stays when the
@@ -87,7 +87,8 @@ class Run(Processes):
         folder of keys."""
         server = create_broker_key(self._keys).public
         for name in names:
-            pair, file = new_pair(), self.folder / f"{name}.key"
+            pair = new_pair()
+            file = self.folder / f"{name}.key"
             write_site_key(file, SiteKey(name, pair, (server,)))
             AllowList.allow(self._keys, name, pair.public)
             self.environment[name] = {"NARROWS_KEY": str(file)}
@@ -132,21 +133,9 @@ class Run(Processes):
         namespace = self._line.hub if name in AT_HUB else self._line.site
         return super().fork(name, _within, namespace, target, *given, **more)
 
-    def signal(self, name: str, number: int) -> None:
-        """Sends a signal to a process."""
-        self.running[name].signal(number)
-
     def kill(self, name: str) -> None:
         """Ends a process without a chance to say anything."""
         self.running.pop(name).kill()
-
-    def ends(self, name: str, code: int) -> None:
-        """Waits for the end of a process with this exit code; a signal is a negative number."""
-        self.running[name].ends(code)
-
-    def stop_broker(self) -> None:
-        """Ends the broker in order."""
-        self.running["broker"].stop()
 
     # What they tell.
 
@@ -167,9 +156,9 @@ class Run(Processes):
         """Tokens that each of these toys has logged, and those in durable rounds by learner and
         fragment; the toys stand still from now on, and the broker has ended."""
         for name in toys:  # At one moment, else they would log what nobody can merge any more.
-            self.signal(name, signal.SIGSTOP)
+            self.running[name].signal(signal.SIGSTOP)
         logged = {name: TOKENS * self.steps(name) for name in toys}
-        self.stop_broker()
+        self.running["broker"].stop()
         merged: Counter[tuple[str, int]] = Counter()
         with closing(History(self.state)) as history:
             for row in history.rounds():
@@ -180,11 +169,11 @@ class Run(Processes):
     def wait(self, seconds: float) -> None:
         """Lets the run go on for a while; raises NarrowsError at once if a process has ended."""
         until = time.monotonic() + seconds
-        self.wait_until(lambda: time.monotonic() > until, "time to pass", *self.running)
+        self.wait_until(lambda: time.monotonic() > until, "time to pass")
 
     def wait_merges(self, count: int) -> None:
         """Waits until so many rounds have been merged, in all lives of the broker."""
-        self.wait_until(lambda: len(self.merges()) >= count, f"round {count}", *self.running)
+        self.wait_until(lambda: len(self.merges()) >= count, f"round {count}")
 
     def wait_joined(self, names: Sequence[str]) -> None:
         """Waits until all of them hold every fragment: no first copy is on its way any more."""
@@ -193,12 +182,11 @@ class Run(Processes):
             held = ({each["fragment"] for each in self.installed(name)} for name in names)
             return all(len(each) == self._fragments for each in held)
 
-        self.wait_until(all_hold_all, "all to join", *self.running)
+        self.wait_until(all_hold_all, "all to join")
 
-    def wait_until(self, condition: Callable[[], object], what: str, *names: str) -> None:
-        """Raises NarrowsError at once if one of the named processes has ended meanwhile."""
-        named = [self.running[name] for name in names]
-        wait_until(condition, what, *named, timeout_s=PATIENCE_S)
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        """Raises NarrowsError at once if a process has ended meanwhile, unless `kill` ended it."""
+        wait_until(condition, what, *self.running.values(), timeout_s=PATIENCE_S)
 
     def _json(self, file: str) -> dict[str, Any]:
         path = self.folder / file
@@ -222,7 +210,9 @@ def thread_cpu_s(pid: int | None) -> dict[str, float]:
     for task in Path(f"/proc/{pid}/task").iterdir():
         head, _, tail = (task / "stat").read_text().rpartition(")")
         fields = tail.split()
-        group = "main" if task.name == str(pid) else "zeromq" if "(ZMQ" in head else "others"
+        group = "zeromq" if "(ZMQ" in head else "others"
+        if task.name == str(pid):
+            group = "main"
         found[group] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return found
 
@@ -251,17 +241,19 @@ def _train(address: str, folder: Path, toy: Toy) -> None:
     model = nn.ParameterList(nn.Parameter(each) for each in first)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     facts = os.open(folder / f"{toy.name}.facts", os.O_WRONLY | os.O_CREAT)
-    pace, told_s, spent_s = threading.Event(), 0.0, 0.0
-    own_s = [0.0, 0.0]
-    """Thread's CPU time before and after the optimizer's own work in a step."""
-    optimizer.register_step_post_hook(lambda *_: own_s.__setitem__(1, time.thread_time()))
+    pace = threading.Event()
+    told_s = 0.0
+    spent_s = 0.0
+    own_s = dict[str, float]()
+    """Thread's CPU time when the optimizer's own work in a step begins and ends."""
+    optimizer.register_step_post_hook(lambda *_: own_s.update(end=time.thread_time()))
     learner = Learner(
         model, optimizer, broker=address, name=toy.name,
         events=folder / f"{toy.name}.jsonl", join_timeout_s=PATIENCE_S,
     )  # fmt: skip
     with learner:
         # The learner's hooks run before the first of these two and after the second.
-        optimizer.register_step_pre_hook(lambda *_: own_s.__setitem__(0, time.thread_time()))
+        optimizer.register_step_pre_hook(lambda *_: own_s.update(begin=time.thread_time()))
         for step in learner.until_end(itertools.count()):
             pace.wait(toy.step_s)
             for index, parameter in enumerate(model):
@@ -270,8 +262,8 @@ def _train(address: str, folder: Path, toy: Toy) -> None:
             learner.log(tokens=TOKENS, loss=1.0)
             began_s = time.thread_time()
             optimizer.step()
-            spent_s += time.thread_time() - began_s - (own_s[1] - own_s[0])
-            if (now_s := time.monotonic()) > told_s + TELL_S:
-                told_s = now_s
+            spent_s += time.thread_time() - began_s - (own_s["end"] - own_s["begin"])
+            if time.monotonic() > told_s + TELL_S:
+                told_s = time.monotonic()
                 said = {"steps": step + 1, "boundary_cpu_s": spent_s}
                 os.pwrite(facts, json.dumps(said).ljust(FACTS_BYTES).encode(), 0)

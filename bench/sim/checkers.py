@@ -18,59 +18,87 @@ from __future__ import annotations
 
 import sqlite3
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
+from narrows.bench.sim.world import Line, World
+from narrows.broker.config import BrokerConfig
 from narrows.broker.process.host import Host
+from narrows.broker.records import FragmentState
 from narrows.learner import effects as do
 from narrows.learner.fragment import Pushed, Standing
+from narrows.learner.host import LearnerHost
 from narrows.learner.session import Session
 from narrows.proto.codec import F32, digest_of
 from narrows.proto.flow.budget import wire_bytes
 from narrows.proto.messages import DataKind, Header
 from narrows.proto.wire import decode_header
 
-if TYPE_CHECKING:
-    from narrows.bench.sim.run import Run, Site
-
 SHARE_MIN: Final = 0.9
 RATE_MAX: Final = 1.02
 
 
-class Standings(NamedTuple):
+@dataclass(eq=False)
+class Learner:
+    """The parts of a simulated learner that the checkers look at."""
+
+    name: str
+    step_s: float
+    """Mean seconds of its step."""
+    line: Line
+    host: LearnerHost = field(init=False)
+    lives: int = 0
+    """Processes so far."""
+    left: bool = False
+    """Its training loop is over."""
+    foretold: bool = False
+    """The session's `due`, as it was after the newest event."""
+    versions: dict[int, int] = field(default_factory=dict[int, int])
+    """The version that every element of a fragment stands on, by fragment; one that was left half
+    written has none."""
+
+
+def standings(session: Session) -> list[object]:
     """Something here changes whenever a fragment is adopted or copied at a boundary."""
-
-    base: int
-    standing: Standing
-    push_id: int
-
-
-def standings(session: Session) -> list[Standings]:
-    """How the fragments stand now."""
-    return [Standings(part.base, part.standing, part.push_id) for part in session.parts]
+    return [(part.base, part.standing, part.push_id) for part in session.parts]
 
 
 class Wrong(Exception):
     """A checker found something."""
 
 
+class Sent(NamedTuple):
+    """A data message of the broker."""
+
+    at_s: float
+    size_bytes: int
+
+
 class Checkers:
     """Watches one run from outside, through what hosts send and what the store holds."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, world: World, path: Path) -> None:
+        self._world = world
+        self._path = path
+        """The broker's state directory."""
+        self._host: Host | None = None
+        """The broker's life, if it has one now."""
         self._copies: dict[tuple[int, int, int], int] = {}
         """(history, fragment, version) -> digest."""
         self._histories: dict[str, int] = {}
         """Epoch -> history: putting an older state back begins another one."""
         self._history = 0
         """From 1 on learners have seen versions that the broker no longer has."""
-        self._left: list[tuple[int, Any]] = []
-        """(version, digests) per fragment of the last life."""
+        self._left: list[FragmentState] = []
+        """The fragments of the last life."""
         self._db: sqlite3.Connection
         """Reads the rows of this life of the broker, as `sqlite3 -readonly` would."""
-        self._second: deque[tuple[float, int]] = deque()
-        """(time, bytes) of what has left in the last second."""
-        self._second_bytes = self._busiest_bytes = 0
+        self._second: deque[Sent] = deque()
+        """The messages that have left in the last second."""
+        self._busiest_bytes = 0
+        """The most that has left in a second."""
 
     # -- while it runs
 
@@ -83,57 +111,59 @@ class Checkers:
         if self._copies.setdefault(key, digest) != digest:
             raise Wrong(f"equal bytes: two different copies of version {version} of {fragment}")
 
-    def sent(self, frames: list[bytes]) -> None:
+    def sent(self, frames: list[bytes], learners: Sequence[Learner]) -> None:
         """A data message leaves the broker."""
-        run, header = self._run, decode_header(frames[1])
-        live = header.kind is DataKind.PUBLICATION and not header.incarnation
-        copies = sum(site.line.subscribed for site in run.sites) if live else 1
+        header = decode_header(frames[1])
+        copies = 1
+        if header.kind is DataKind.PUBLICATION and not header.incarnation:
+            copies = sum(each.line.subscribed for each in learners)
         size = copies * wire_bytes([len(frame) for frame in frames], curve=False)
-        self._second.append((run.world.now, size))
-        self._second_bytes += size
-        while self._second[0][0] <= run.world.now - 1.0:
-            self._second_bytes -= self._second.popleft()[1]
-        self._busiest_bytes = max(self._busiest_bytes, self._second_bytes)
+        self._second.append(Sent(self._world.now, size))
+        while self._second[0].at_s <= self._world.now - 1.0:
+            self._second.popleft()
+        second_bytes = sum(each.size_bytes for each in self._second)
+        self._busiest_bytes = max(self._busiest_bytes, second_bytes)
+
         rows = "SELECT 1 FROM rounds WHERE fragment = ? AND version = ?"
         if header.version > 0 and not self._rows(rows, header.fragment, header.version):
             what = f"{header.kind.name} {header.version} of {header.fragment}"
             raise Wrong(f"durable: {what} left too early")
 
-    def adopting(self, site: Site, effect: do.Adopt) -> None:
+    def adopting(self, learner: Learner, effect: do.Adopt) -> None:
         """A learner is about to adopt: it must know what became of its push."""
-        if self._run.host is None or not effect.push_id:
+        if self._host is None or not effect.push_id:
             return
         merged = self._rows(
             "SELECT 1 FROM contributions JOIN rounds USING (seq) WHERE incarnation = ?"
             " AND rounds.fragment = ? AND version <= ? AND push_id = ?",
-            *(site.host.session.incarnation, effect.fragment, effect.version, effect.push_id),
-        )
+            learner.host.session.incarnation, effect.fragment, effect.version, effect.push_id,
+        )  # fmt: skip
         if not self._history and bool(merged) != effect.merged:
-            raise Wrong(f"merged once: {site.name} {effect}; in the rows: {bool(merged)}")
+            raise Wrong(f"merged once: {learner.name} {effect}; in the rows: {bool(merged)}")
 
-    def came_back(self, site: Site) -> None:
+    def came_back(self, learner: Learner) -> None:
         """A training thread is in its loop again, with or without an exception."""
-        for part in site.host.session.parts:
-            version = site.island.versions.get(part.index)
+        for part in learner.host.session.parts:
+            version = learner.versions.get(part.index)
             if part.standing is not Standing.ADRIFT and part.base != version:
-                what = f"fragment {part.index} of {site.name} is taken to stand on {part.base}"
+                what = f"fragment {part.index} of {learner.name} is taken to stand on {part.base}"
                 raise Wrong(f"whole: {what}, and stands on {version} (None: on no version)")
 
-    def stepped(self, site: Site, before: list[Standings]) -> None:
+    def stepped(self, learner: Learner, before: list[object]) -> None:
         """A boundary is over; `before` is how the fragments stood."""
-        session = site.host.session
-        exchanged = standings(session) != before
-        if (exchanged or session.must_wait(self._run.world.now)) and not site.foretold:
-            did = "exchanges" if exchanged else "waits"
-            raise Wrong(f"foretold: {site.name} {did} at a boundary that was not due")
+        session = learner.host.session
+        is_spent = standings(session) != before or session.must_wait(self._world.now)
+        if is_spent and not learner.foretold:
+            raise Wrong(f"foretold: {learner.name} exchanges or waits at a boundary not due")
 
     # -- lives of the broker
 
-    def killed(self, host: Host) -> None:
+    def killed(self) -> None:
         """Remembers what a life had installed."""
+        assert self._host is not None
         self._db.close()
-        model = host.pipeline.model
-        self._left = [(s.version, s.digests) for s in model.states] if model else []
+        self._left = _installed(self._host)
+        self._host = None
 
     def restored(self) -> None:
         """An older state takes the place of the last one: its history is another from now on."""
@@ -142,98 +172,110 @@ class Checkers:
 
     def booted(self, host: Host) -> None:
         """A new life must have what the last one had."""
-        self._db = sqlite3.connect(f"file:{self._run.path / 'run.db'}?mode=ro", uri=True)
-        model, epoch = host.pipeline.model, host.syncer.state.epoch
+        self._host = host
+        self._db = sqlite3.connect(f"file:{self._path / 'run.db'}?mode=ro", uri=True)
+        epoch = host.syncer.state.epoch
         self._histories[epoch] = self._history
-        states = model.states if model else []
-        if self._left and len(states) != len(self._left):
+        found = _installed(host)
+        if self._left and len(found) != len(self._left):
             raise Wrong("replay: the run is gone after a start")
-        for (version, digests), state in zip(self._left, states, strict=False):
-            if not version <= state.version <= version + 1:
-                raise Wrong(f"replay: {version} of {state.fragment} became {state.version}")
-            if state.version == version and digests != state.digests:
-                raise Wrong(f"replay: other bits in version {version} of {state.fragment}")
-        for state in states:
+        for left, state in zip(self._left, found, strict=False):
+            if not left.version <= state.version <= left.version + 1:
+                raise Wrong(f"replay: {left.version} of {state.fragment} became {state.version}")
+            if state.version == left.version and left.digests != state.digests:
+                raise Wrong(f"replay: other bits in version {left.version} of {state.fragment}")
+        for state in found:
             self._equal(epoch, state.fragment, state.version, state.digests.published)
 
     # -- at the end
 
-    def finish(self) -> None:
+    def finish(self, config: BrokerConfig, learners: Sequence[Learner]) -> None:
         """Judges the run at rest."""
-        run = self._run
-        if run.host is None:
+        host = self._host
+        if host is None:
             raise Wrong("progress: the broker is down at the end")
-        ((total,),) = self._rows("SELECT coalesce(sum(tokens), 0) FROM contributions")
-        ((clock,),) = self._rows("SELECT clock FROM run")
-        known = run.host.syncer.state.clock.tokens
-        if not total == clock == known:
-            raise Wrong(f"clock: {known}, stored {clock}, in rows {total}")
-        rate, bits = float(run.config.wan.total_down), 8 * self._busiest_bytes
+        ((stored, total),) = self._rows(
+            "SELECT clock, (SELECT coalesce(sum(tokens), 0) FROM contributions) FROM run"
+        )
+        known = host.syncer.state.clock.tokens
+        if not total == stored == known:
+            raise Wrong(f"clock: {known}, stored {stored}, in rows {total}")
+        rate = float(config.wan.total_down)
+        bits = 8 * self._busiest_bytes
         if rate and bits > RATE_MAX * rate:
             raise Wrong(f"rate: {bits:,.0f} bits in a second of {rate:,.0f}")
-        self._progress(run.host)
-        for site in run.sites:
-            self._share(site, run.host)
-        self._leaks(run.host)
+        self._progress(host, config, learners)
+        for learner in learners:
+            self._share(learner, host, config)
+        _leaks(host, learners)
         self._db.close()
 
-    def _progress(self, host: Host) -> None:
-        run, heads = self._run, tuple(host.syncer.state.heads)
-        if not heads or min(heads) < 1:
+    def _progress(self, host: Host, config: BrokerConfig, learners: Sequence[Learner]) -> None:
+        heads = list(host.syncer.state.heads)
+        if min(heads, default=0) < 1:
             raise Wrong(f"progress: only versions {heads}")
-        ended = bool(run.config.run.goal_tokens) and host.finished is not None
-        for site in run.sites:
-            session = site.host.session
-            versions = tuple(part.base if ended else part.tip for part in session.parts)
-            if versions != heads and not (ended and site.left and not session.final):
-                raise Wrong(f"progress: {site.name} has {versions}, the heads are {heads}")
+        ended = host.finished is not None and config.run.goal_tokens > 0
+        for learner in learners:
+            session = learner.host.session
             if ended and not session.final:
-                raise Wrong(f"progress: {site.name} left without the final model")
-        missing = host.finished.missing if host.finished else ()
-        if ended and (lacking := [each for each in missing if each.startswith("site-")]):
-            raise Wrong(f"progress: without the final model: {lacking}")
+                raise Wrong(f"progress: {learner.name} left without the final model")
+            versions = [part.base if ended else part.tip for part in session.parts]
+            if versions != heads:
+                raise Wrong(f"progress: {learner.name} has {versions}, the heads are {heads}")
+        missing = () if host.finished is None else host.finished.missing
+        if ended and any(each.startswith("site-") for each in missing):
+            raise Wrong(f"progress: without the final model: {missing}")
 
-    def _share(self, site: Site, host: Host) -> None:
+    def _share(self, learner: Learner, host: Host, config: BrokerConfig) -> None:
         """Everything that was trained is merged, is waiting, or is on the learner's account."""
-        session, config = site.host.session, self._run.config
-        parts, who = session.parts, "WHERE incarnation = ? GROUP BY fragment"
-        query = f"SELECT fragment, sum(tokens) FROM contributions {who}"
+        if self._history:
+            return
+        session = learner.host.session
+        parts = session.parts
+        query = (
+            "SELECT fragment, sum(tokens) FROM contributions"
+            " WHERE incarnation = ? GROUP BY fragment"
+        )
         merged = dict(self._rows(query, session.incarnation))
         for part in parts:
-            waiting = part.push.tokens if part.push and part.pushed.name != "MERGED" else 0
-            known = merged.get(part.index, 0) + waiting + part.tokens + part.lost_tokens
-            if not self._history and known < session.tokens:
-                raise Wrong(f"share: {site.name} has lost {session.tokens - known} tokens")
-        if self._history or site.lives > 1 or config.run.mode.value != "decoupled":
+            known = merged.get(part.index, 0) + part.tokens + part.lost_tokens
+            if part.push and part.pushed is not Pushed.MERGED:
+                known += part.push.tokens
+            if known < session.tokens:
+                raise Wrong(f"share: {learner.name} has lost {session.tokens - known} tokens")
+        if learner.lives > 1 or config.run.mode.value != "decoupled":
             return
+
         period_s = host.syncer.state.xi_s * config.fragments.sync_period_steps
         # Two periods and two repairs may be on their way, and at an absence work is given up.
-        slack = 32 * (2 * period_s + 4.0) / site.step_s
+        slack = 32 * (2 * period_s + 4.0) / learner.step_s
         lost = sum(part.lost_tokens for part in parts) / len(parts)
         share = sum(merged.values()) / len(parts)
         if share < SHARE_MIN * (session.tokens - slack - lost):
-            raise Wrong(f"share: {site.name}: {share:.0f} of {session.tokens} tokens merged")
-
-    def _leaks(self, host: Host) -> None:
-        kept = set(host.pipeline.pushes)
-        waiting = {
-            (each.incarnation, each.fragment, each.push_id)
-            for round_ in host.syncer.state.rounds
-            for each in round_.inbox.values()
-        } | {
-            (each.incarnation, index, each.push_id)
-            for index, round_ in enumerate(host.syncer.state.rounds)
-            for each in round_.taken
-        }
-        if stray := kept - waiting:
-            raise Wrong(f"no leak: payloads of pushes that nobody waits for: {sorted(stray)[:3]}")
-        for site in self._run.sites:
-            parts = site.host.session.parts
-            arriving = {(part.index, *key) for part in parts for key in part.arriving}
-            if coding := [part.index for part in parts if part.pushed is Pushed.ENCODING]:
-                raise Wrong(f"no leak: pushes of {site.name} are coded for ever: {coding}")
-            if strange := site.host.payloads.keys() - arriving:
-                raise Wrong(f"no leak: {site.name} keeps payloads of {sorted(strange)[:3]}")
+            raise Wrong(f"share: {learner.name}: {share:.0f} of {session.tokens} tokens merged")
 
     def _rows(self, sql: str, *arguments: object) -> list[Any]:
         return self._db.execute(sql, arguments).fetchall()
+
+
+def _installed(host: Host) -> list[FragmentState]:
+    """The fragments as they stand in this life of the broker."""
+    model = host.pipeline.model
+    return [] if model is None else list(model.states)
+
+
+def _leaks(host: Host, learners: Sequence[Learner]) -> None:
+    waiting = set[tuple[str, int, int]]()
+    for index, round_ in enumerate(host.syncer.state.rounds):
+        waiting |= {(each.incarnation, index, each.push_id) for each in round_.inbox.values()}
+        waiting |= {(each.incarnation, index, each.push_id) for each in round_.taken}
+    if stray := sorted(host.pipeline.pushes.keys() - waiting):
+        raise Wrong(f"no leak: payloads of pushes that nobody waits for: {stray[:3]}")
+
+    for learner in learners:
+        parts = learner.host.session.parts
+        if coding := [part.index for part in parts if part.pushed is Pushed.ENCODING]:
+            raise Wrong(f"no leak: pushes of {learner.name} are coded for ever: {coding}")
+        arriving = {(part.index, *key) for part in parts for key in part.arriving}
+        if strange := sorted(learner.host.payloads.keys() - arriving):
+            raise Wrong(f"no leak: {learner.name} keeps payloads of {strange[:3]}")

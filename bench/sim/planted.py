@@ -5,14 +5,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
 
 from msgspec import structs
 
 from narrows.bench.sim.checkers import Wrong
-from narrows.bench.sim.run import Draw, Run
+from narrows.bench.sim.run import Draw, Simulation
 from narrows.broker.process.host import Host
 from narrows.broker.store import Store
 from narrows.broker.syncer.events import Commit
@@ -27,7 +27,8 @@ from narrows.proto.messages import Fetch, Header, Phase, Push
 
 def copies_with_a_wrong_element(host: Any) -> None:
     """One element of a copy is wrong, and nobody compares the digest."""
-    copy, assembled = host.island.copy, host.session.assembled
+    copy = host.island.copy
+    assembled = host.session.assembled
 
     def wrong(fragment: Any, values: Any) -> Any:
         values[0] += 1
@@ -72,9 +73,10 @@ def says_nobody(host: Any) -> None:
 
 def counts_twice(host: Any) -> None:
     """The clock takes the tokens of every seventh round twice."""
-    clock, calls = host.syncer.state.clock, count(1)
+    clock = host.syncer.state.clock
     once = clock.count
-    clock.count = lambda tokens, now: once(tokens * (1 if next(calls) % 7 else 2), now)
+    factors = cycle([1, 1, 1, 1, 1, 1, 2])
+    clock.count = lambda tokens, now: once(tokens * next(factors), now)
 
 
 def drops_late(host: Any) -> None:
@@ -97,7 +99,8 @@ def sends_too_fast(host: Any) -> None:
 
 def answers_once(host: Any) -> None:
     """The broker answers each learner once for each fragment and no more."""
-    serve, served = host.downlink.serve, set[tuple[str, int]]()
+    serve = host.downlink.serve
+    served = set[tuple[str, int]]()
 
     def once(incarnation: str, fetch: Fetch, now: float) -> None:
         key = (incarnation, fetch.fragment)
@@ -130,7 +133,8 @@ def forgets_the_end(host: Any) -> None:
 
 def overlooks_adoptions(host: Any) -> None:
     """A boundary with nothing but an adoption is not due."""
-    session, due = host.session, host.session.due
+    session = host.session
+    due = session.due
     session.due = lambda now: due(now) and not any(part.can_adopt for part in session.parts)
 
 
@@ -176,7 +180,7 @@ def judge(seed: int, spoil: Callable[[object], None] = lambda part: None) -> str
     """The verdict of the checkers on one seed; None: nothing is wrong."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            Run(Draw(seed), Path(folder) / "state", spoil).finish()
+            Simulation(Draw(seed), Path(folder) / "state", spoil).finish()
         except Wrong as wrong:
             return str(wrong)
         except (AssertionError, NarrowsError, LookupError) as error:

@@ -10,6 +10,7 @@ moments leave every prefix of durability behind a kill.
 from __future__ import annotations
 
 import errno
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -22,9 +23,8 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from narrows.bench.sim.checkers import Checkers, Wrong, standings
-from narrows.bench.sim.wild import NAME as WILD
-from narrows.bench.sim.wild import WildPeer
+from narrows.bench.sim.checkers import Checkers, Learner, Wrong, standings
+from narrows.bench.sim.wild import WILD, WildPeer
 from narrows.bench.sim.world import Interrupted, Killed, Line, Span, VirtualPool, Weather, World
 from narrows.broker.config import load_broker
 from narrows.broker.process.downlink import Connection
@@ -83,7 +83,7 @@ class Plan:
     """Seconds of a step of each learner."""
     begin: Callable[[Site], Trainee]
     """Begins a learner's life."""
-    faults: list[tuple[float, Callable[[Run], None]]] = field(default_factory=list)
+    faults: list[tuple[float, Callable[[Simulation], None]]] = field(default_factory=list)
     """Times, and what befalls the run then."""
 
     # A plan that wants others sets them.
@@ -94,7 +94,8 @@ class Plan:
     """Share of the visits of a crash place at which the broker dies."""
     replays_s: Sequence[float] = (1.0,)
     """Seconds that a start of the broker may take."""
-    full_disk = slow_disk = (0.0, 0.0)
+    full_disk = (0.0, 0.0)
+    slow_disk = (0.0, 0.0)
     end_kills: Sequence[float] = ()
     """Kills of the broker, in seconds after the goal is reached."""
     interrupted = 0.0
@@ -155,7 +156,7 @@ class Draw(Plan):
             begin = when()
             return (begin, begin + rng.uniform(1, 8))
 
-        self.faults += [(when(), Run.kill) for _ in range(rng.choice([0, 0, 1, 2, 4]))]
+        self.faults += [(when(), Simulation.kill) for _ in range(rng.choice([0, 0, 1, 2, 4]))]
         self.crash_share = rng.choice([0.0, 0.0, 0.005, 0.02])
         for fault, counts in ((Site.broken, [0, 1, 3]), (Site.restart, [0, 0, 1, 2])):
             for _ in range(rng.choice(counts)):
@@ -163,15 +164,18 @@ class Draw(Plan):
         for spell in (Site.freeze, Site.pause):
             for _ in range(rng.choice([0, 0, 1])):
                 self.befalls(when(), who(), spell, rng.uniform(0.5, 12))
-        self.full_disk, self.slow_disk = span(0.25), span(0.25)
+        self.full_disk = span(0.25)
+        self.slow_disk = span(0.25)
         if rng.random() < 0.15:
-            self.faults += [(rng.uniform(8, 15), Run.copy), (rng.uniform(20, 35), Run.put_back)]
+            self.faults.append((rng.uniform(8, 15), Simulation.copy))
+            self.faults.append((rng.uniform(20, 35), Simulation.put_back))
         self.wild = rng.random() < 0.2
         if rng.random() < 0.2:  # While version 0 is being made.
-            self.faults.append((rng.uniform(0.1, 2.5), Run.kill))
+            self.faults.append((rng.uniform(0.1, 2.5), Simulation.kill))
         self.replays_s = (0.2, 0.5, 1.0, 6.0)
-        first_s, second_s = rng.uniform(0, 3), rng.uniform(0.5, 5)
-        self.end_kills = rng.choice([(), (), (first_s,), (first_s, first_s + second_s)])
+        first_s = rng.uniform(0, 3)
+        second_s = first_s + rng.uniform(0.5, 5)
+        self.end_kills = rng.choice([(), (), (first_s,), (first_s, second_s)])
         self.interrupted = rng.choice([0.0, 0.0, 0.03])
         self.short_of_memory = rng.choice([0.0, 0.0, 0.0, 0.03])
 
@@ -183,11 +187,13 @@ class Walk:
     layout = LAYOUT
 
     def __init__(self, site: Site) -> None:
-        self.source, self._site, self._rng = self, site, site.world.rng
+        self.source = self
+        self._site = site
+        self._rng = site.world.rng
         self._noise = np.random.default_rng(self._rng.getrandbits(32))
-        sizes = (int(np.prod(entry.shape)) for entry in ENTRIES)
         self.tensors: list[F32] = [
-            self._noise.standard_normal(size).astype(np.float32) for size in sizes
+            self._noise.standard_normal(math.prod(entry.shape)).astype(np.float32)
+            for entry in ENTRIES
         ]
         self._round()
 
@@ -224,9 +230,10 @@ class Walk:
 class Disk(Store):
     """The real store on a disk that is full now and then."""
 
-    def __init__(self, run: Run) -> None:
-        self._run, history = run, run.config.broker.keep_history
-        super().__init__(run.path, durable=False, keep_history=history, reach=run.reach)
+    def __init__(self, run: Simulation) -> None:
+        self._run = run
+        keep_history = run.config.broker.keep_history
+        super().__init__(run.path, durable=False, keep_history=keep_history, reach=run.reach)
         self.is_read = False
         """The time that a start takes is over."""
 
@@ -242,49 +249,44 @@ class Disk(Store):
 
 
 class Watched(HostIsland):
-    """Knows on which version each fragment stands, and may be interrupted half way."""
+    """Says on which version each fragment stands, and may be interrupted half way."""
 
     def __init__(self, source: ParameterSource, site: Site) -> None:
         super().__init__(source)
         self._site = site
-        self.versions: dict[int, int] = {}
-        """By fragment, of those that stand on a version with every element."""
 
     def copy(self, fragment: Fragment, values: F32) -> Copy:
-        if self._site.world.happens(self._site.run.share(self._site.run.plan.short_of_memory)):
+        run = self._site.run
+        if run.world.happens(run.share(run.plan.short_of_memory)):
             raise MemoryError("no room for a copy")
         return super().copy(fragment, values)
 
     def adopt(self, fragment: Fragment, rule: Adoption) -> None:
-        if rule.keep > 0 and fragment.index not in self.versions:
-            raise Wrong(
-                f"whole: {self._site.name} adopts {fragment.index}, which stands on nothing"
-            )
+        site = self._site
+        # With keep 0 and no push the parameters become the copy, whatever they were.
+        builds_on = rule.keep > 0 or rule.push is not None
+        if builds_on and fragment.index not in site.versions:
+            raise Wrong(f"whole: {site.name} adopts {fragment.index}, which stands on nothing")
         # An exception comes before a fragment is written, or else it counts as half written.
-        self._site.reach()
-        self.versions.pop(fragment.index, None)
+        site.reach()
+        site.versions.pop(fragment.index, None)
         super().adopt(fragment, rule)
-        self._site.reach()
-        self.versions[fragment.index] = self._site.host.session.parts[fragment.index].base
+        site.reach()
+        site.versions[fragment.index] = site.host.session.parts[fragment.index].base
 
 
-class Site:
+class Site(Learner):
     """One learner: its process, its connections, its virtual training thread."""
 
-    def __init__(self, run: Run, index: int, step_s: float) -> None:
-        self.run, self.world, self.index, self.step_s = run, run.world, index, step_s
-        self.name = f"site-{ascii_lowercase[index]}"
-        self.line = Line(run.world, run.plan.weather)
-        self.lives = 0
-        self.host: LearnerHost
-        self.boundary: Boundary
-        self.island: Watched
+    def __init__(self, run: Simulation, index: int, step_s: float) -> None:
+        line = Line(run.world, run.plan.weather)
+        super().__init__(f"site-{ascii_lowercase[index]}", step_s, line)
+        self.run = run
+        self.world = run.world
+        self.index = index
         self.pool: VirtualPool
-        self.left = False
         self._places_left = 0
         """An exception comes at the last of so many places of a call; 0: at none."""
-        self.foretold = False
-        """The session's `due`, as it was after the newest event."""
 
     def boot(self) -> None:
         """A new process with the old name; what the old one had not pushed is gone with it."""
@@ -292,24 +294,37 @@ class Site:
         if self.lives:
             self.pool.alive = False
         self.lives += 1
+        self.left = False
         self.line.break_off()
-        trainee = self.trainee = self.run.plan.begin(self)
+        self.trainee = self.run.plan.begin(self)
         self.pool = VirtualPool(world, lambda _: self._turn(), self.boot, reach=self.reach)
         incarnation = f"{self.name}.{world.rng.getrandbits(32):08x}"
-        island = self.island = Watched(trainee.source, self)
-        given = (trainee.layout, island, self, self.pool, world.now)
-        host = LearnerHost(self.name, incarnation, *given)
+        self.versions = {}
+        host = LearnerHost(
+            self.name, incarnation, self.trainee.layout, Watched(self.trainee.source, self),
+            self, self.pool, world.now,
+        )  # fmt: skip
         host.noted = lambda note: self.reach()
         self.run.spoil(host)
-        self.host, self.left = host, False
+        self.host = host
         self.boundary = Boundary(host)
         self.boundary.adopting = partial(self.run.checkers.adopting, self)
         self.run.spoil(self.boundary)
         host.sender.ready = True
         host.saw = self.run.checkers.saw
         host.lost(world.now)  # The connection is there at once.
-        self._timer(host)
-        self._train(host)
+        self._timer()
+        self._train()
+
+    def _in_this_life(self, what: Callable[[], None]) -> Callable[[], None]:
+        """Does `what` if the process that lives now still does then."""
+        host = self.host
+
+        def unless_dead() -> None:
+            if host is self.host:
+                what()
+
+        return unless_dead
 
     # -- wires
 
@@ -324,41 +339,37 @@ class Site:
         return Connection(self.index, self.line.generation)
 
     def control(self, peer: str, frames: list[bytes]) -> bool:
-        run, peer = self.run, self.peer
         self.reach()
         self.line.dial(self._subscribe)
-        self.line.in_order(
-            "control up", lambda: run.enter(run.host, Host.control, peer, self.name, frames)
-        )
+        enter = partial(self.run.enter, Host.control, self.peer, self.name, frames)
+        self.line.in_order("control up", enter)
         return True
 
     def data(self, topic: str, header: bytes, payload: bytes) -> bool:
-        run, frames = self.run, [topic.encode(), header, payload]
-        self.line.data(topic, lambda: run.enter(run.host, Host.data, self.name, frames))
+        frames = [topic.encode(), header, payload]
+        self.line.data(topic, partial(self.run.enter, Host.data, self.name, frames))
         return True
 
     def _subscribe(self) -> None:
         """The subscriptions reach a broker that lives, or wait for its next life."""
-        run, incarnation = self.run, self.host.session.incarnation
+        incarnation = self.host.session.incarnation
         self.line.subscribed = True
 
         def listen(host: Host, now: float) -> None:
-            for stream in range(run.config.shared.streams):
+            for stream in range(self.run.config.shared.streams):
                 for topic in (live_topic(stream), asked_topic(incarnation, stream)):
                     host.downlink.listens(self.connection, topic, True, now)
 
-        run.enter(run.host, listen)
+        self.run.enter(listen)
 
     def receive(self, call: Callable[..., None], frames: list[bytes]) -> None:
         """A message has reached the machine; `call` is the method that its host has for it."""
-        host = self.host
 
         def deliver() -> None:
-            if host is self.host:
-                call(host, frames, self.world.now)
-                self._after_event()
+            call(self.host, frames, self.world.now)
+            self._after_event()
 
-        self.line.arrive(deliver)
+        self.line.arrive(self._in_this_life(deliver))
 
     # -- threads
 
@@ -371,19 +382,19 @@ class Site:
         self.host.turn(self.world.now)
         self._after_event()
 
-    def _timer(self, host: LearnerHost) -> None:
-        if host is not self.host:
-            return
+    def _timer(self) -> None:
         if not self.line.frozen:
             self._turn()
-        wait_s = max(0.002, min(host.deadline(self.world.now) - self.world.now, 0.25))
-        self.world.after(wait_s, lambda: self._timer(host))
+        wait_s = max(0.002, min(self.host.deadline(self.world.now) - self.world.now, 0.25))
+        self.world.after(wait_s, self._in_this_life(self._timer))
 
-    def _train(self, host: LearnerHost) -> None:
+    def _train(self) -> None:
         """Does what a training thread does: join, step, wait where it must, leave at the end."""
-        world, session = self.world, host.session
-        if host is not self.host or session.ended:
-            self.left = self.left or host is self.host
+        world = self.world
+        host = self.host
+        session = host.session
+        if session.ended:
+            self.left = True
             return
         delay_s = 0.05
         if not self.line.frozen:
@@ -403,17 +414,17 @@ class Site:
             else:
                 self._call(session.join)
             self._after_event()
-        world.after(delay_s, lambda: self._train(host))
+        world.after(delay_s, self._in_this_life(self._train))
 
     def _call(self, decide: Callable[[], None]) -> bool:
         """A boundary of the training thread, whose loop survives an exception and goes on. False:
         one came."""
-        world, run = self.world, self.run
-        if world.happens(run.share(run.plan.interrupted)):
-            self._places_left = world.rng.randint(1, 8)
+        run = self.run
+        if run.world.happens(run.share(run.plan.interrupted)):
+            self._places_left = run.world.rng.randint(1, 8)
         is_whole = True
         try:
-            self.boundary.perform(decide, world.now)
+            self.boundary.perform(decide, run.world.now)
         except (Interrupted, MemoryError):
             is_whole = False
         self._places_left = 0
@@ -430,9 +441,10 @@ class Site:
 
     def broken(self) -> None:
         """The connection is made anew; the learner hears of it."""
-        host, delay_s = self.host, self.world.rng.uniform(0.05, 0.5)
         self.line.break_off()
-        self.world.after(delay_s, lambda: host.lost(self.world.now) if host is self.host else None)
+        delay_s = self.world.rng.uniform(0.05, 0.5)
+        hear = self._in_this_life(lambda: self.host.lost(self.world.now))
+        self.world.after(delay_s, hear)
 
     def restart(self) -> None:
         """SIGKILL, and a new process at once."""
@@ -452,17 +464,14 @@ class Site:
 
     def pause(self, seconds: float) -> None:
         """The loop evaluates the model."""
-        host, world = self.host, self.world
-        self.boundary.perform(lambda: host.session.pause("evaluating"), world.now)
+        self._pause("evaluating")
+        self.world.after(seconds, self._in_this_life(lambda: self._pause(None)))
 
-        def go_on() -> None:
-            if host is self.host:
-                self.boundary.perform(lambda: host.session.pause(None), world.now)
-
-        world.after(seconds, go_on)
+    def _pause(self, reason: str | None) -> None:
+        self.boundary.perform(lambda: self.host.session.pause(reason), self.world.now)
 
 
-class Run:
+class Simulation:
     """A broker and its learners. `finish` runs to the end and lets the checkers judge.
 
     `path` is the state directory. `spoil` is shown every store, host and boundary before it begins,
@@ -472,30 +481,32 @@ class Run:
     def __init__(
         self, plan: Plan, path: Path, spoil: Callable[[object], None] = lambda part: None
     ) -> None:
-        self.world, self.path, self.plan, self.spoil = World(plan.seed), path, plan, spoil
-        self.config = load_broker(None, self.plan.settings)
-        self.checkers = Checkers(self)
+        self.world = World(plan.seed)
+        self.path = path
+        self.plan = plan
+        self.spoil = spoil
+        self.config = load_broker(None, plan.settings)
+        self.checkers = Checkers(self.world, path)
         self.host: Host | None = None
         self.finished = False
-        self.sites: list[Site] = []
+        self.sites = [Site(self, index, step_s) for index, step_s in enumerate(plan.steps_s)]
         self._wild: WildPeer | None = None
         self._backup = path.with_name(f"{path.name}-backup")
         self._end_kills = list(plan.end_kills)
         self._waiting: list[Callable[[], None]] = []
         """Messages at the sockets of a broker that reads its state."""
         self._boot(self.world.now)
-        self.sites = [Site(self, i, step_s) for i, step_s in enumerate(self.plan.steps_s)]
-        for index, site in enumerate(self.sites):
-            self.world.after(0.3 * index, site.boot)
-        if self.plan.wild:
-            self._wild = WildPeer(self, LAYOUT, self.plan.ends / 2)
+        for site in self.sites:
+            self.world.after(0.3 * site.index, site.boot)
+        if plan.wild:
+            self._wild = WildPeer(self.world, self.enter, LAYOUT, plan.ends / 2)
         for at, fault in plan.faults:
             self.world.after(at, partial(fault, self))
 
     def finish(self) -> None:
         """Raises Wrong with what the first checker found."""
         self.until(self.plan.ends + QUIET_S)
-        self.checkers.finish()
+        self.checkers.finish(self.config, self.sites)
         self.store.close()
 
     def until(self, until_s: float) -> None:
@@ -517,15 +528,16 @@ class Run:
     def _boot(self, bound_at: float) -> None:
         """The replay is over. What waits at the sockets is read before anything else is done."""
         world = self.world
-        store = self.store = Disk(self)
-        self.spoil(self.store)
+        store = Disk(self)
+        self.store = store
+        self.spoil(store)
         self.pool = VirtualPool(
-            world, lambda _: self.enter(self.host, Host.turn), self.kill, slow=self.plan.slow_disk
+            world, lambda _: self.enter(Host.turn), self.kill, slow=self.plan.slow_disk
         )
-        given = self.config, self, self.pool, store
         nonce = f"{world.rng.getrandbits(32):08x}"
         host = Host(
-            *given, lambda: world.now if store.is_read else bound_at, nonce,
+            self.config, self, self.pool, store,
+            lambda: world.now if store.is_read else bound_at, nonce,
             now_unix=lambda: world.now, reach=self.reach, on_note=self._noted,
         )  # fmt: skip
         self.spoil(host)
@@ -541,24 +553,28 @@ class Run:
         while note.event == "goal" and self._end_kills:
             self.world.after(self._end_kills.pop(), self.kill)
 
-    def enter(self, host: Host | None, call: Callable[..., object], *given: object) -> None:
-        """Calls a method of a broker that lives, with the time as its last argument. A crash place
-        may end it."""
+    def enter(self, call: Callable[..., object], *given: object) -> None:
+        """Calls a method of the broker, with the time as its last argument; a broker that is dead
+        hears of it in its next life. A crash place may end it."""
+        host = self.host
         if host is None:
-            self._waiting.append(lambda: self.enter(self.host, call, *given))
-        if host is None or host is not self.host or self.finished:
-            return
-        host.downlink.keep_listeners(lambda each: self.sites[each[0]].connection == each)
-        try:
-            call(host, *given, self.world.now)
-        except Killed:
-            self.kill()
-            return
-        host.syncer.check()
-        self.finished = host.finished is not None
+            self._waiting.append(partial(self.enter, call, *given))
+        elif not self.finished:
+            host.downlink.keep_listeners(
+                lambda each: self.sites[each.descriptor].connection == each
+            )
+            try:
+                call(host, *given, self.world.now)
+            except Killed:
+                self.kill()
+            else:
+                host.syncer.check()
+                self.finished = host.finished is not None
 
     def _timer(self, host: Host) -> None:
-        self.enter(host, Host.turn)
+        if host is not self.host:
+            return
+        self.enter(Host.turn)
         if host is self.host:
             wait_s = max(0.001, min(host.deadline(self.world.now) - self.world.now, 0.25))
             self.world.after(wait_s, lambda: self._timer(host))
@@ -576,8 +592,9 @@ class Run:
         """SIGKILL; another life binds at once and reads the same folder, which takes some time."""
         if self.host is None or self.finished:
             return
-        self.checkers.killed(self.host)
-        self.pool.alive, self.host = False, None
+        self.checkers.killed()
+        self.pool.alive = False
+        self.host = None
         self.store.close()
         for site in self.sites:
             if site.lives:
@@ -600,10 +617,10 @@ class Run:
 
     def data(self, topic: str, header: bytes, payload: bytes, lossy: bool = False) -> bool:
         frames = [topic.encode(), header, payload]
-        self.checkers.sent(frames)
-        asked = "/".join(topic.split("/")[1:-1])
+        self.checkers.sent(frames, self.sites)
+        _, *asked_by, _ = topic.split("/")
         for site in self.sites:
-            if site.line.subscribed and asked in ("", site.host.session.incarnation):
+            if site.line.subscribed and asked_by in ([], [site.host.session.incarnation]):
                 site.line.data(topic, partial(site.receive, LearnerHost.data, frames))
         return True
 

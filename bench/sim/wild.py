@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Final, TypeAlias
 
+from narrows.bench.sim.world import World
 from narrows.broker.process.host import Host
 from narrows.proto import messages as msg
 from narrows.proto import wire
 from narrows.proto.layout import fingerprint
 
-if TYPE_CHECKING:
-    from narrows.bench.sim.run import Run
+Enter: TypeAlias = Callable[..., None]
+"""Calls a method of the broker with these arguments and the time."""
 
-NAME: Final = "wild"
+WILD: Final = "wild"
 HELLOS: Final = 0.15
 """Share of Hello among the control messages."""
 
 
 class WildPeer:
-    """Sends until `ends`; what it is told it uses to be believed more often."""
+    """Sends until `ends`. It uses what the broker tells it, so that it is believed more often."""
 
-    def __init__(self, run: Run, layout: msg.Layout, ends: float) -> None:
-        self._run, self._layout, self._ends, self._rng = run, layout, ends, run.world.rng
-        self._epoch, self._push_id = "", 0
+    def __init__(self, world: World, enter: Enter, layout: msg.Layout, ends: float) -> None:
+        self._world = world
+        self._rng = world.rng
+        self._enter = enter
+        self._layout = layout
+        self._ends = ends
+        self._epoch = ""
+        self._push_id = 0
         self._heads: tuple[int, ...] = (0,)
-        self._incarnation = f"{NAME}.{self._rng.getrandbits(32):08x}"
+        self._incarnation = self._new_incarnation()
         self._act()
 
     def hear(self, frames: list[bytes]) -> None:
@@ -32,69 +39,73 @@ class WildPeer:
         message = wire.decode_control(frames, msg.CONTROL_BYTES_MAX)
         beat = message.beat if isinstance(message, msg.Welcome) else message
         if isinstance(beat, msg.Beat):
-            self._epoch, self._heads = beat.epoch, beat.heads or (0,)
+            self._epoch = beat.epoch
+            self._heads = beat.heads or (0,)
+
+    def _new_incarnation(self) -> str:
+        return f"{WILD}.{self._rng.getrandbits(32):08x}"
 
     def _act(self) -> None:
-        run, rng = self._run, self._rng
-        if run.world.now > self._ends:
+        if self._world.now > self._ends:
             return
-        if rng.random() < 0.6:
+        if self._rng.random() < 0.6:
             frames = wire.encode_control(self._message())
-            if rng.random() < 0.1:
-                frames = [bytes(rng.randbytes(rng.randrange(40))) for _ in range(rng.randrange(4))]
-            run.enter(run.host, Host.control, f"{NAME}#0", NAME, frames)
+            if self._rng.random() < 0.1:
+                frames = [
+                    self._rng.randbytes(self._rng.randrange(40))
+                    for _ in range(self._rng.randrange(4))
+                ]
+            self._enter(Host.control, f"{WILD}#0", WILD, frames)
         else:
-            run.enter(run.host, Host.data, NAME, self._data())
-        run.world.after(rng.uniform(0.02, 0.5), self._act)
+            self._enter(Host.data, WILD, self._data())
+        self._world.after(self._rng.uniform(0.02, 0.5), self._act)
 
     def _int(self, likely: int) -> int:
         """A number near a likely one, or anything."""
-        rng = self._rng
-        near, anything = max(0, likely + rng.randint(-2, 2)), rng.getrandbits(40)
-        return rng.choice([likely, likely, near, anything])
+        near = max(0, likely + self._rng.randint(-2, 2))
+        anything = self._rng.getrandbits(40)
+        return self._rng.choice([likely, likely, near, anything])
 
     def _message(self) -> msg.ControlMessage:
-        rng, fragment = self._rng, self._rng.randrange(len(self._heads) + 2)
-        if rng.random() < HELLOS:
+        fragment = self._rng.randrange(len(self._heads) + 2)
+        if self._rng.random() < HELLOS:
             return self._hello()
         version = self._int(self._heads[fragment % len(self._heads)])
         self._push_id += 1
         copies = tuple(self._int(head) for head in self._heads)
         chunks = ((self._int(0), 1 + self._int(1)),)
-        kind = rng.choice(list(msg.DataKind))
+        kind = self._rng.choice(list(msg.DataKind))
         wild: tuple[msg.ControlMessage, ...] = (
-            msg.Report(self._int(9), self._int(99), rng.choice([None, 1.0]), copies),
-            msg.Push(fragment, self._push_id, version, rng.randrange(99), 1 + self._int(3)),
-            msg.Fetch(kind, fragment, version, rng.randrange(3), chunks),
+            msg.Report(self._int(9), self._int(99), self._rng.choice([None, 1.0]), copies),
+            msg.Push(fragment, self._push_id, version, self._rng.randrange(99), 1 + self._int(3)),
+            msg.Fetch(kind, fragment, version, self._rng.randrange(3), chunks),
             msg.AskStatus(),
             msg.Bye("wild"),
             msg.Refuse("bad_message", "wild"),
         )
-        return rng.choice(wild)
+        return self._rng.choice(wild)
 
     def _hello(self) -> msg.Hello:
-        rng = self._rng
-        if rng.random() < 0.3:
-            self._incarnation = f"{NAME}.{rng.getrandbits(32):08x}"
-        name = rng.choice([NAME, NAME, NAME, "site-a"])
-        mark = rng.choice([fingerprint(self._layout)] * 3 + ["0" * 32])
-        copies = tuple(msg.PublishedCopy(head, rng.getrandbits(64)) for head in self._heads)
-        epoch = rng.choice([self._epoch, ""])
+        if self._rng.random() < 0.3:
+            self._incarnation = self._new_incarnation()
+        name = self._rng.choice([WILD, WILD, WILD, "site-a"])
+        mark = self._rng.choice([fingerprint(self._layout)] * 3 + ["0" * 32])
+        copies = tuple(msg.PublishedCopy(head, self._rng.getrandbits(64)) for head in self._heads)
+        epoch = self._rng.choice([self._epoch, ""])
         return msg.Hello(msg.PROTOCOL, name, self._incarnation, "", epoch, mark, copies)
 
     def _data(self) -> list[bytes]:
-        rng = self._rng
-        payload = rng.randbytes(rng.choice([0, 3, 40, 900]))
+        payload = self._rng.randbytes(self._rng.choice([0, 3, 40, 900]))
         header = msg.Header(
             self._epoch,
-            rng.choice(list(msg.DataKind)),
-            rng.choice([self._incarnation, self._incarnation, "", "site-a.00000000"]),
-            rng.randrange(len(self._heads) + 1),
+            self._rng.choice(list(msg.DataKind)),
+            self._rng.choice([self._incarnation, self._incarnation, "", "site-a.00000000"]),
+            self._rng.randrange(len(self._heads) + 1),
             self._int(self._heads[0]),
             self._push_id,
             self._int(0),
-            rng.choice(["int4-zstd", "int8-zstd", "f32-blosc2"]),
-            wire.digest(payload) if rng.random() < 0.8 else 0,
+            self._rng.choice(["int4-zstd", "int8-zstd", "f32-blosc2"]),
+            wire.digest(payload) if self._rng.random() < 0.8 else 0,
             0,
         )
         return [b"u/00", wire.encode_header(header), payload]

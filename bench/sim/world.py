@@ -34,7 +34,8 @@ class World:
     """The clock of one simulated run; everything that is drawn comes from its `rng`."""
 
     def __init__(self, seed: int) -> None:
-        self.rng, self.now = random.Random(seed), 0.0
+        self.rng = random.Random(seed)
+        self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
 
@@ -76,7 +77,10 @@ class VirtualPool:
         slow: Span = (0.0, 0.0),
         reach: Callable[[], None] = lambda: None,
     ) -> None:
-        self._world, self._turn, self._die, self._slow = world, turn, die, slow
+        self._world = world
+        self._turn = turn
+        self._die = die
+        self._slow = slow
         self._reach = reach
         self.alive = True
 
@@ -122,7 +126,8 @@ class Line:
     """The connections of one learner to the broker."""
 
     def __init__(self, world: World, weather: Weather) -> None:
-        self._world, self._weather = world, weather
+        self._world = world
+        self._weather = weather
         self.generation = 0
         """Counts the connections: what was sent on an older one is lost."""
         self.subscribed = False
@@ -142,9 +147,10 @@ class Line:
 
     def in_order(self, stream: str, deliver: Callable[[], None]) -> None:
         """In order within a stream, never lost within a connection."""
-        now, delay_s = self._world.now, self._world.rng.expovariate(1.0) * self._weather.delay_s
-        at = self._last[stream] = max(self._last.get(stream, 0.0), now + delay_s)
-        self._within_connection(at - now, deliver)
+        now = self._world.now
+        arrives = now + self._world.rng.expovariate(1.0) * self._weather.delay_s
+        self._last[stream] = max(self._last.get(stream, 0.0), arrives)
+        self._within_connection(self._last[stream] - now, deliver)
 
     def dial(self, subscribe: Callable[[], None]) -> None:
         """The data sockets dial at the first word after a break. Their subscriptions may arrive
@@ -156,12 +162,18 @@ class Line:
 
     def _within_connection(self, delay_s: float, what: Callable[[], None]) -> None:
         generation = self.generation
-        self._world.after(delay_s, lambda: what() if generation == self.generation else None)
+
+        def arrive() -> None:
+            if generation == self.generation:
+                what()
+
+        self._world.after(delay_s, arrive)
 
     def break_off(self) -> None:
         """The connections end, and with them all that is on its way."""
         self.generation += 1
-        self.subscribed = self._dialled = False
+        self.subscribed = False
+        self._dialled = False
         self._last.clear()
         self._pipe.clear()
 

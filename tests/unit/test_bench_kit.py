@@ -12,7 +12,7 @@ import pytest
 from narrows.bench import cli, loop
 from narrows.bench.kit import rows
 from narrows.bench.kit.line import Sample, ip, peak_bits_per_s
-from narrows.bench.kit.run import Run
+from narrows.bench.kit.run import Deployment
 from narrows.proto.errors import ErrorCode, NarrowsError
 
 
@@ -73,7 +73,7 @@ def test_a_line_that_cannot_be_built_says_what_it_takes() -> None:
 
 def test_half_a_line_of_events_waits_for_its_rest(tmp_path: Path) -> None:
     """Holds `EventReader.events`."""
-    with Run(folder=tmp_path) as run:
+    with Deployment(folder=tmp_path) as run:
         assert run.merges() == []
         with (tmp_path / "broker.jsonl").open("ab", buffering=0) as file:
             file.write(b'{"event": "merged"}\n{"event": "x"}\n{"eve')
@@ -85,7 +85,10 @@ def test_half_a_line_of_events_waits_for_its_rest(tmp_path: Path) -> None:
 @pytest.mark.real
 def test_a_run_says_which_process_has_died_and_why() -> None:
     """Holds `Child.failure`."""
-    with Run() as run, pytest.raises(NarrowsError, match=r"broker .*to serve.*fragments\.count"):
+    with (
+        Deployment() as run,
+        pytest.raises(NarrowsError, match=r"broker .*to serve.*fragments\.count"),
+    ):
         run.broker({"fragments.count": 0})
 
 

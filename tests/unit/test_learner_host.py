@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from narrows.bench.sim.checkers import Wrong
-from narrows.bench.sim.run import ENTRIES, LAYOUT, TOKENS, Plan, Run, Site, Walk
+from narrows.bench.sim.run import ENTRIES, LAYOUT, TOKENS, Plan, Simulation, Site, Walk
 from narrows.broker.config import load_broker
 from narrows.learner.boundary import Boundary
 from narrows.learner.effects import Adopt, Move, Note, TakeSnapshot, Task
@@ -96,7 +96,7 @@ class Stage:
         self.notes: list[Note] = []
         self.interrupts = 0
         self._is_between = False
-        self.run = Run(plan, folder / "state", self._watch)
+        self.run = Simulation(plan, folder / "state", self._watch)
         self.uplinks = [Uplink(site) for site in self.run.sites]
 
     @property
@@ -387,7 +387,7 @@ def test_a_model_that_cannot_take_part_is_refused_with_the_reason(
 def test_a_run_is_seeded_anew_between_two_steps_of_a_learner_that_trains(tmp_path: Path) -> None:
     """The operator has put back a state directory from before version 0."""
     plan = Calm()
-    plan.faults = [(0.001, Run.copy), (4.0, Run.put_back)]
+    plan.faults = [(0.001, Simulation.copy), (4.0, Simulation.put_back)]
     stage = Stage(plan, tmp_path)
     stage.run.until(3.9)
     assert min(stage.heads) > 0

@@ -18,7 +18,7 @@ from narrows.proto.layout import build_table
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("proto", "broker", "learner", "bench")
 
-STATEMENTS_MAX = {"proto": 1940, "broker": 4010, "learner": 2200, "bench": 3060, "tests": 7600}
+STATEMENTS_MAX = {"proto": 1940, "broker": 4010, "learner": 2190, "bench": 3090, "tests": 7600}
 """Statements of a folder without docstrings. Lines are free: a cap of lines packs the code."""
 
 
