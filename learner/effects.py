@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
+from msgspec import Struct
+
 from narrows.proto.layout import Fragment
 from narrows.proto.messages import ControlMessage, DataKind, Ranges
 from narrows.proto.ports import Adoption, Copy
 
 
-class Send(NamedTuple):
+class Send(Struct, frozen=True, tag=True):
     """Send a control message to the broker."""
 
     message: ControlMessage
 
 
-class SendChunks(NamedTuple):
+class SendChunks(Struct, frozen=True, tag=True):
     """Send chunks of a push, or the layout or chunks of version 0, which this learner seeds."""
 
     kind: DataKind
@@ -30,7 +32,7 @@ class SendChunks(NamedTuple):
     """None: all of them."""
 
 
-class Assemble(NamedTuple):
+class Assemble(Struct, frozen=True, tag=True):
     """All chunks of a transfer are here: build the published copy off the loop, check its digest,
     then call `assembled`."""
 
@@ -39,7 +41,7 @@ class Assemble(NamedTuple):
     version: int
 
 
-class Snapshot(NamedTuple):
+class Snapshot(Struct, frozen=True, tag=True):
     """Copy parameters of a fragment at this boundary, code `published - parameters` off the loop,
     call `encoded`."""
 
@@ -48,7 +50,7 @@ class Snapshot(NamedTuple):
     base: int
 
 
-class Adopt(NamedTuple):
+class Adopt(Struct, frozen=True, tag=True):
     """Apply the rule of island.py to the parameters at this boundary:
 
     params = new + keep * (params - old + push) - (0 if merged else push)
@@ -66,7 +68,7 @@ class Adopt(NamedTuple):
     """params = new, whatever they were: first adoption, another history, not finite, the end."""
 
 
-class Note(NamedTuple):
+class Note(Struct, frozen=True, tag=True):
     """One line for the log and the events file."""
 
     event: str

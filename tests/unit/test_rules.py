@@ -18,8 +18,9 @@ from narrows.proto.layout import build_table
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("proto", "broker", "learner", "bench")
 
-STATEMENTS_MAX = {"proto": 1940, "broker": 4020, "learner": 2230, "bench": 3060, "tests": 7600}
-"""Statements of a folder without docstrings. Lines are free: a cap of lines packs the code."""
+STATEMENTS_MAX = {"proto": 1996, "broker": 4035, "learner": 2232, "bench": 3110, "tests": 7639}
+"""Statements of a folder without docstrings. Lines are free: a cap of lines packs the code.
+To record inputs and play them again has an allowance of its own in these numbers."""
 
 
 def modules(*folders: str) -> Iterator[Path]:
