@@ -30,9 +30,8 @@ def replay(file: Path, /) -> None:
     Args:
         file: File that the log of the process names: inputs-*.jsonl.
     """
-    lines = file.read_bytes().splitlines()
     try:
-        _replay(*map(msgspec.json.decode, lines))
+        _replay(*map(msgspec.json.decode, file.read_bytes().splitlines()))
     # Whatever is wrong, the file brought it.
     except (LookupError, TypeError, ValueError, AttributeError, msgspec.MsgspecError) as error:
         raise fault(
@@ -48,34 +47,33 @@ def _replay(head: dict[str, Any], *lines: list[Any]) -> None:
     inputs = [line for line in lines if len(line) != 1]
     machine = None if head["lost"] else _build(kind, head["given"], answers)
     for number, line in enumerate(inputs, 1):
-        name, args, kwargs, pending, effects, result = line
+        name, args, kwargs, pending, *decided = line
         method = vars(kind)[name]
         given = _typed(args, method.__wrapped__)  # Only an input wraps another function.
-        print(f"{number} {name} {args} {kwargs or ''}{_decisions(result, effects)}")
+        print(f"{number} {name} {args} {kwargs or ''}{_text(decided)}")
         if machine is not None:
             # The host has performed the others.
-            machine.effects[:] = [each for each in machine.effects if _plain(each) in pending]
+            machine.effects[:] = [
+                each
+                for each in machine.effects
+                if msgspec.json.decode(msgspec.json.encode(each)) in pending
+            ]
             try:
                 method(machine, *given, **kwargs)
             except Exception as error:  # It may have ended the recorded call, too.
                 print(f"  raised {error!r}")
             played = msgspec.json.decode(machine.recorder.lines[-1])
             if played != line:
-                *_, effects, result = played
-                print(f"DIFFERS. Played now, it decides:{_decisions(result, effects)}")
+                print(f"DIFFERS. Played now, it decides:{_text(played[4:])}")
                 raise fault(f"input {number}", expected="the recorded decisions", got="others")
     if machine is None:
         print(f"Not played: the {head['lost']} lines before these are not in the file")
 
 
-def _decisions(result: Any, effects: list[Any]) -> str:
-    """The result of an input and all effects that wait after it, a line each."""
+def _text(decided: list[Any]) -> str:
+    """All effects that wait after an input, and its result: a line each."""
+    effects, result = decided
     return "".join(f"\n  -> {each}" for each in (*effects, result) if each is not None)
-
-
-def _plain(effect: object) -> object:
-    """An effect as a file has it."""
-    return msgspec.json.decode(msgspec.json.encode(effect))
 
 
 def _build(kind: type, given: list[Any], answers: list[Any]) -> Any:

@@ -56,9 +56,10 @@ class Syncer:
     ) -> None:
         """`published_digest` and `newest_push` ask the store, as their fields in `State` say."""
         # States are whole arrays, from which nothing is decided.
-        own = [name for name in vars(recovered) if name not in ("merged", "states")]
-        facts = {name: getattr(recovered, name) for name in own}
-        merged = list(recovered.merged.items())
+        facts = {
+            name: fact for name, fact in vars(recovered).items() if name not in ("merged", "states")
+        }
+        merged = list(recovered.merged.items())  # JSON has no such keys.
         self.recorder = Recorder("syncer", config, epoch, facts, merged, now)
         told = self.recorder.told
         self.state = State(

@@ -18,7 +18,7 @@ from narrows.proto.layout import build_table
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("proto", "broker", "learner", "bench")
 
-STATEMENTS_MAX = {"proto": 1996, "broker": 4035, "learner": 2232, "bench": 3110, "tests": 7639}
+STATEMENTS_MAX = {"proto": 1996, "broker": 4034, "learner": 2232, "bench": 3107, "tests": 7639}
 """Statements of a folder without docstrings. Lines are free: a cap of lines packs the code.
 To record inputs and play them again has an allowance of its own in these numbers."""
 
