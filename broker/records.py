@@ -7,7 +7,7 @@ a snapshot may still read the old ones while the next version is made.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from narrows.proto.messages import CodecName, Layout, Phase
@@ -96,8 +96,8 @@ class NotFinite(FloatingPointError):
 
     def __init__(self, text: str, longest: Contribution) -> None:
         super().__init__(text)
-        self.longest = longest
-        """The push that is to blame, as far as arithmetic can tell."""
+        self.longest = replace(longest, chunks=())
+        """The facts of the push that is to blame, as far as arithmetic can tell."""
 
 
 @dataclass(frozen=True)

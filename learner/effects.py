@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
+from msgspec import Struct
+
 from narrows.proto.layout import Fragment
 from narrows.proto.messages import ControlMessage, DataKind, Ranges
 from narrows.proto.ports import Adoption, Copy
 
 
-class SendChunks(NamedTuple):
+class SendChunks(Struct, frozen=True, tag=True):
     """Send chunks of a push, or the layout or chunks of version 0, which this learner seeds."""
 
     kind: DataKind
@@ -25,7 +27,7 @@ class SendChunks(NamedTuple):
     """None: all of them."""
 
 
-class Assemble(NamedTuple):
+class Assemble(Struct, frozen=True, tag=True):
     """All chunks of a transfer are here: build the published copy off the loop, check its digest,
     then call `assembled`."""
 
@@ -34,7 +36,7 @@ class Assemble(NamedTuple):
     version: int
 
 
-class Snapshot(NamedTuple):
+class Snapshot(Struct, frozen=True, tag=True):
     """Copy parameters of a fragment at this boundary, code `published - parameters` off the loop,
     call `encoded`."""
 
@@ -43,7 +45,7 @@ class Snapshot(NamedTuple):
     base: int
 
 
-class Adopt(NamedTuple):
+class Adopt(Struct, frozen=True, tag=True):
     """Apply the rule of island.py to the parameters at this boundary:
 
     params = new + keep * (params - old + push) - (0 if merged else push)
@@ -62,7 +64,7 @@ class Adopt(NamedTuple):
     """The versions since the old copy hold the waiting push."""
 
 
-class Note(NamedTuple):
+class Note(Struct, frozen=True, tag=True):
     """One line for the log and the events file."""
 
     event: str

@@ -159,16 +159,16 @@ class LearnerHost:
 
     def snapshot_taken(self, effect: do.Snapshot, work: Callable[[], CodedPush]) -> None:
         """The parameters are copied; a worker codes what they differ from their base."""
-        index, push_id, _ = effect
+        index = effect.fragment
 
         def coded(result: CodedPush | BaseException, now: float) -> None:
             if isinstance(result, BaseException):
                 finite = getattr(result, "code", None) is not ErrorCode.NOT_FINITE
                 reason = f"{type(result).__name__}: {result}"
-                self.session.encode_failed(index, push_id, reason=reason, finite=finite)
+                self.session.encode_failed(index, effect.push_id, reason=reason, finite=finite)
             else:
-                self.pushes[index, push_id] = result
-                self.session.encoded(index, push_id, now)
+                self.pushes[index, effect.push_id] = result
+                self.session.encoded(index, effect.push_id, now)
             self.turn(now)
 
         self._pool.run(work, coded)
@@ -198,7 +198,7 @@ class LearnerHost:
         self._seeding = True  # Not sooner: an exception would end the seeding for good.
 
     def _drop_effect(self, effect: do.Effect) -> None:
-        """By identity: named tuples of two kinds may be equal."""
+        """By identity: an equal one may be decided again."""
         self.session.effects = [each for each in self.session.effects if each is not effect]
 
     # Effects.
@@ -249,16 +249,16 @@ class LearnerHost:
                 del self.payloads[index, kind, version]
 
     def _assemble(self, effect: do.Assemble) -> None:
-        kind, index, version = effect
+        index = effect.fragment
         fragment = self._fragment(index)
         settings = self.session.settings
-        arrived = self.payloads[index, kind, version]
+        arrived = self.payloads[index, effect.kind, effect.version]
         chunks = [arrived[chunk] for chunk in sorted(arrived)]
         first, _ = chunks[0]
         # A state stands alone, a publication is added to the copy before it.
         base = None
         size = settings.state_chunk_elements
-        if kind is DataKind.PUBLICATION:
+        if effect.kind is DataKind.PUBLICATION:
             base = self.tips[index].values
             size = settings.chunk_elements
 

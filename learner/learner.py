@@ -249,6 +249,12 @@ class Learner:
         """Counters of the exchange; `code_s`: seconds of the training thread in our code."""
         return {**self._exchange.stats(), "code_s": self._code_s}
 
+    def write_inputs(self) -> None:
+        """Writes what this learner heard and decided last, for a report of a bug: beside the events
+        file, else into a new folder for temporary files. The log names the file. Safe from signal
+        handlers."""
+        self._exchange.link.write_inputs()
+
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()

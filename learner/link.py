@@ -23,7 +23,7 @@ from narrows.learner.site import JoinTarget
 from narrows.learner.sockets import Sockets
 from narrows.proto.codec import F32
 from narrows.proto.errors import NarrowsError, Refused, printable
-from narrows.proto.events import EventFile
+from narrows.proto.events import EventFile, write_inputs
 from narrows.proto.keys import check_trust, read_site_key, servers_of
 from narrows.proto.messages import Header, Layout
 from narrows.proto.ports import Done, Island
@@ -141,6 +141,13 @@ class Link:
         """Names the data port on which nothing moves, after a Welcome."""
         return self._sockets.silent()
 
+    def write_inputs(self) -> None:
+        """Writes the session's last inputs beside the events file, if there is one."""
+        session = self.host.session
+        folder = self._events_path.parent if self._events_path else None
+        name = f"inputs-{session.incarnation.replace('/', '-')}.jsonl"
+        write_inputs(session.recorder, folder, name)
+
     # The background thread.
 
     def _run(self) -> None:
@@ -150,6 +157,7 @@ class Link:
             self._flush()
         except BaseException as error:
             _log.exception("the exchange has failed")
+            self.write_inputs()
             self._error = error
 
     def _turn(self) -> None:

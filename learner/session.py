@@ -24,6 +24,7 @@ from narrows.proto import timing
 from narrows.proto.errors import ErrorCode, NarrowsError, Refused
 from narrows.proto.layout import build_table, fingerprint
 from narrows.proto.messages import PUBLICATIONS_KEPT, DataKind, Mode, Phase, Role
+from narrows.proto.recorder import Recorder, recorded
 
 LATE_S: Final = 10.0
 """Copies that stay behind the heads for so long, while Beats come, are warned of."""
@@ -67,6 +68,7 @@ class Session:
         self.name = name
         self.incarnation = incarnation
         self.layout = layout
+        self.recorder = Recorder("session", name, incarnation, layout, now)
         self.ramp_steps = 0
         self.effects: list[Effect] = []
         self.run_id = self.epoch = ""
@@ -196,6 +198,7 @@ class Session:
 
     # Control.
 
+    @recorded
     def control(self, message: msg.ControlMessage, now: float) -> None:
         """A control message of the broker."""
         if self.ended:
@@ -217,6 +220,7 @@ class Session:
             case _:
                 self._note("unexpected", f"{type(message).__name__} is not for learners")
 
+    @recorded
     def lost(self, now: float) -> None:
         """The connection is the first or another one: say Hello at once."""
         self.connected = False
@@ -224,18 +228,22 @@ class Session:
 
     # What others than the broker tell.
 
+    @recorded
     def refuse(self, code: ErrorCode, why: NarrowsError) -> None:
         """This learner cannot take part: the training thread raises it."""
         self.refused = refused(code, why)
 
+    @recorded
     def set_obstacle(self, obstacle: NarrowsError | None) -> None:
         """The owner of the sockets knows why nobody answers; None: nothing hinders them."""
         self.obstacle = obstacle
 
+    @recorded
     def set_blocked(self, ports: str) -> None:
         """The owner of the sockets names the data ports on which nothing moves; "": none."""
         self.blocked = ports
 
+    @recorded
     def set_ramp(self, steps: int) -> None:
         """The optimizer's moments are young for so many steps."""
         self.ramp_steps = steps
@@ -369,6 +377,7 @@ class Session:
 
     # Data.
 
+    @recorded
     def chunk(self, header: msg.Header, now: float) -> bool:
         """Whether a chunk is wanted: then the host keeps its payload before it performs effects."""
         known = header.epoch == self.epoch and header.fragment < len(self.parts)
@@ -379,6 +388,7 @@ class Session:
         self._data_at = now
         return self.parts[header.fragment].chunk(header, now)
 
+    @recorded
     def assembled(self, header: msg.Header, now: float, *, agrees: bool, failure: str = "") -> bool:
         """A copy is made; `header` is that of its chunk 0, which tells whose pushes it holds.
 
@@ -417,6 +427,7 @@ class Session:
 
     # The training thread.
 
+    @recorded
     def boundary(self, tokens: int, loss: float | None, now: float) -> None:
         """After an inner step of `tokens` tokens: adopt what is here, then push what is due."""
         self.steps += 1
@@ -432,11 +443,13 @@ class Session:
         if now >= self._report_at + timing.REPORT_S:
             self._report(now)
 
+    @recorded
     def join(self) -> None:
         """Between two steps, while none is made: before the first, in lockstep, at the end."""
         self._step_times.interrupt()
         self._exchange()
 
+    @recorded
     def encoded(self, index: int, push_id: int, now: float) -> None:
         """The push is coded: it is announced and sent."""
         part = self.parts[index]
@@ -448,10 +461,12 @@ class Session:
                 self._announce(part, now)
             self.effects.append(SendChunks(DataKind.PUSH, index, push_id))
 
+    @recorded
     def sent(self, now: float) -> None:
         """A chunk of this learner has left: its push is under way."""
         self._moved_at = now
 
+    @recorded
     def encode_failed(self, index: int, push_id: int, *, reason: str, finite: bool = True) -> None:
         """The push cannot be coded. Not `finite`: the parameters are nan or inf, so they are set
         back to the newest version, or this learner would never learn again."""
@@ -463,11 +478,13 @@ class Session:
         if part.failed_codings <= FAILED_CODINGS_TOLD:
             self._note("encode_failed", f"fragment {index}: {reason}")
 
+    @recorded
     def pause(self, reason: str | None) -> None:
         """The loop makes no steps for a while, so no round should wait for it; None: it goes on."""
         self.paused = reason
         self._step_times.interrupt()
 
+    @recorded
     def leave(self, now: float) -> None:
         """The loop is over: push what is left, wait for what is merged or final, then Bye.
 
@@ -477,12 +494,14 @@ class Session:
             self._leaving_at = self._moved_at = now
             self.pause("leaving")
 
+    @recorded
     def abandon(self) -> None:
         """Leaves at once, whatever is on its way."""
         if not self.ended:
             self.effects = [msg.Bye("the loop was broken off")]
             self.ended = True
 
+    @recorded
     def broken_off(self, reason: str, *, decided: bool) -> None:
         """An exception left a call of the training thread, a signal's for instance. `effects` are
         those that are not known to be performed; `decided`: all were decided.
@@ -589,6 +608,7 @@ class Session:
 
     # Time.
 
+    @recorded
     def tick(self, now: float) -> None:
         """After each event, and when `deadline` has come: says Hello while offline; else reports,
         asks for what is missing, and leaves when due."""

@@ -1,4 +1,4 @@
-"""The events file of either process: JSON lines for monitors.
+"""The events file of either process: JSON lines for monitors; and the last inputs of its machine.
 
 Nothing here is for recovery: a line that cannot be written is missing, and the run goes on.
 """
@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Final
 
 from narrows.proto.flow import Quota
+from narrows.proto.recorder import Recorder
 
 EVENTS_BYTES_MAX: Final = 64 << 20
 """Bytes of an events file, some 250,000 lines; it and the one before it take twice as much."""
@@ -70,3 +72,16 @@ class EventFile(RotatingFileHandler):
     def close(self) -> None:
         with suppress(OSError):  # A full disk: the last lines are lost.
             super().close()
+
+
+def write_inputs(recorder: Recorder, folder: Path | None, name: str) -> None:
+    """Writes the last inputs of a machine into a folder, else into a new one for temporary files.
+    Safe from signal handlers, and an error is one line of the log."""
+    try:
+        file = (folder or Path(mkdtemp(prefix="narrows-"))) / name
+        file.touch(mode=0o600)
+        file.write_bytes(recorder.text())
+    except OSError as error:
+        _log.warning("the last inputs cannot be written: %s", error)
+    else:
+        _log.warning("the last inputs are in %s: `narrows debug replay` plays them", file)

@@ -66,7 +66,8 @@ class Options:
 def learner(options: Options = Options()) -> None:
     """Train a compact GPT over bytes as one learner of a run.
 
-    Ctrl-C leaves the run in order and measures the model; a second one ends at once.
+    Ctrl-C leaves the run in order and measures the model; a second one ends at once. SIGUSR1 has it
+    write its last inputs, for a report of a bug.
     """
     need_torch()
     target = join_target(options.broker, options.name, options.key)
@@ -112,6 +113,7 @@ def train(options: Options) -> dict[str, Any]:
     )
     steps = 0
     stop = _stop_on_signal()
+    signal.signal(signal.SIGUSR1, lambda *_: learner.write_inputs())
     with learner:
         # It begins where the run stands: others have learned from the text before.
         batches = text.tokens(

@@ -99,7 +99,8 @@ def _need_run(folder: Path) -> None:
 
 
 def _stop_on_signals(service: Service) -> None:
-    """The first signal ends the broker in order, the second one at once."""
+    """The first signal ends the broker in order, the second one at once. SIGUSR1 has it write its
+    last inputs."""
     asked = False
 
     def stop(number: int, _frame: FrameType | None) -> None:
@@ -113,3 +114,4 @@ def _stop_on_signals(service: Service) -> None:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGUSR1, lambda *_: service.write_inputs())

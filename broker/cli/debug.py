@@ -1,10 +1,10 @@
-"""`narrows debug`: a message of the wire in readable form, and whether Narrows accepts it."""
+"""`narrows debug frame`: a message of the wire in readable form, and whether Narrows accepts it."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgpack
 
@@ -13,14 +13,13 @@ from narrows.proto.messages import CONTROL_BYTES_MAX
 from narrows.proto.wire import ENVELOPE, decode_control, decode_header
 
 
-def debug(what: Literal["frame"], file: Path, /, *, header: bool = False) -> None:
+def frame(file: Path, /, *, header: bool = False) -> None:
     """Print a control message, or the header of a data message, as JSON.
 
     Another decoder than that of the wire reads it, so also what is no message of Narrows is shown.
     The reason why Narrows refuses it follows as an error, with exit code 1.
 
     Args:
-        what: `frame`.
         file: File with the bytes of one frame: the body of a control message.
         header: The bytes are the header of a data message.
     """

@@ -81,7 +81,7 @@ class Host:
         try:
             message = wire.decode_control(frames, msg.CONTROL_UP_BYTES_MAX)
         except RemoteProtocolError as error:
-            self.syncer.state.refuse(peer, error)
+            self.syncer.refuse(peer, error)
         else:
             self.syncer.control(peer, site, message, now)
         self._came(frames, now)

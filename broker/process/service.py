@@ -25,7 +25,7 @@ from narrows.broker.process.sockets import BrokerSockets
 from narrows.broker.store import DiskFull, Store
 from narrows.broker.syncer.events import Finish, Note
 from narrows.proto.errors import ErrorCode, StateError, printable
-from narrows.proto.events import EventFile
+from narrows.proto.events import EventFile, write_inputs
 from narrows.proto.workers import Workers
 
 WORKERS: Final = 2
@@ -53,6 +53,7 @@ class Service:
     def __init__(self, config: BrokerConfig, *, events: Path | None) -> None:
         """Binds, opens the state directory, replays. Raises NarrowsError, each with its remedy."""
         self._stop_reason = ""
+        self._state_dir = Path(config.broker.state_dir)
         self.is_saved = False
         """`run` has written everything that a start reads, and a start replays nothing."""
         with ExitStack() as undo:
@@ -65,7 +66,7 @@ class Service:
             reach = crash_places()
             try:
                 store = Store(
-                    Path(process.state_dir),
+                    self._state_dir,
                     keep_history=process.keep_history,
                     reach=reach,
                 )
@@ -95,7 +96,7 @@ class Service:
                     remedy="Make room or choose another --state-dir, then start the broker again",
                 ) from error
             _, uplink_port, downlink_port = self.sockets.ports
-            self.host.syncer.state.ports = (uplink_port, downlink_port)
+            self.host.syncer.listens_on(uplink_port, downlink_port)
             self._workers.run(warm_up, lambda result, now: result_of(result))
             self._undo = undo.pop_all()
 
@@ -103,8 +104,12 @@ class Service:
         """Serves until the run has ended or `stop` was called. Raises StateError if the state
         directory fails."""
         with self._undo:
-            while self.host.finished is None:
-                self._turn()
+            try:
+                while self.host.finished is None:
+                    self._turn()
+            except Exception:
+                self.write_inputs()
+                raise
             # A commit that was under way is durable after this, and learners hear of it.
             self._workers.drain()
             self._workers.finish(time.monotonic())
@@ -117,6 +122,10 @@ class Service:
         """Ends the loop in order; safe from signal handlers."""
         self._stop_reason = reason
         self._workers.wake()
+
+    def write_inputs(self) -> None:
+        """Writes the syncer's last inputs; safe from signal handlers."""
+        write_inputs(self.host.syncer.recorder, self._state_dir, "inputs-syncer.jsonl")
 
     def _turn(self) -> None:
         now = time.monotonic()

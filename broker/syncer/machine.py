@@ -22,6 +22,7 @@ from narrows.broker.syncer.state import State
 from narrows.broker.syncer.status import status, warn_of_silence
 from narrows.proto import messages as msg
 from narrows.proto.errors import NarrowsError, RemoteProtocolError, fault, short
+from narrows.proto.recorder import Recorder, recorded
 from narrows.proto.timing import BEAT_S
 from narrows.proto.wire import speaks_for
 
@@ -54,7 +55,18 @@ class Syncer:
         newest_push: Callable[[str, int], int],
     ) -> None:
         """`published_digest` and `newest_push` ask the store, as their fields in `State` say."""
-        self.state = State(config, epoch, now, recovered, published_digest, newest_push)
+        # States are whole arrays, from which nothing is decided.
+        facts = {
+            name: fact for name, fact in vars(recovered).items() if name not in ("merged", "states")
+        }
+        merged = list(recovered.merged.items())  # JSON has no such keys.
+        self.recorder = Recorder("syncer", config, epoch, facts, merged, now)
+        told = self.recorder.told
+        self.state = State(
+            config, epoch, now, recovered,
+            lambda fragment, version: told(published_digest(fragment, version)),
+            lambda incarnation, fragment: told(newest_push(incarnation, fragment)),
+        )  # fmt: skip
         self.effects = self.state.effects
         self._pushes = Pushes(self.state)
         self._seeding = Seeding(self.state)
@@ -68,6 +80,11 @@ class Syncer:
         # first Welcome: one that is told `running` and has nothing left to push leaves for good.
         self._ending.reach_goal(now)
 
+    @recorded
+    def listens_on(self, uplink_port: int, downlink_port: int) -> None:
+        """The ports for data are bound, and may be others than the settings say."""
+        self.state.ports = (uplink_port, downlink_port)
+
     # What the host reads.
 
     def status(self, now: float) -> dict[str, object]:
@@ -76,6 +93,7 @@ class Syncer:
 
     # Control messages.
 
+    @recorded
     def control(self, peer: str, site: str | None, message: msg.ControlMessage, now: float) -> None:
         """A decoded control message of a connection. Its key may speak for `site`; None: the
         broker has no keys."""
@@ -92,6 +110,11 @@ class Syncer:
             name = message.name if isinstance(message, msg.Hello) else ""
             self.state.refuse(peer, error, name=name)
         self.advance(now)
+
+    @recorded
+    def refuse(self, peer: str, error: NarrowsError) -> None:
+        """A control message of a connection cannot be decoded."""
+        self.state.refuse(peer, error)
 
     def _from_learner(
         self, peer: str, site: str | None, message: msg.ControlMessage, now: float
@@ -179,6 +202,7 @@ class Syncer:
                 remedy="ask for what the last Beat names, in parts",
             )
 
+    @recorded
     def revoked(self, sites: Collection[str], now: float) -> None:
         """Sites have no key any more. Their learners are cut off until they say Hello again."""
         for member in self.state.members.connected():
@@ -197,6 +221,7 @@ class Syncer:
     # Data, all of this life's epoch. Thousands of chunks come in a second, so a chunk alone decides
     # nothing else.
 
+    @recorded
     def wants(self, header: msg.Header, now: float) -> bool:
         """True: a chunk of a push or of version 0 is wanted; keep it, and have a push's checked."""
         if header.kind is msg.DataKind.PUSH:
@@ -208,11 +233,13 @@ class Syncer:
             self.advance(now)
         return wanted
 
+    @recorded
     def chunk_checked(self, header: msg.Header, now: float) -> None:
         """A wanted chunk decodes and is finite."""
         if self._pushes.checked(header) or now >= self.wake_at:
             self.advance(now)
 
+    @recorded
     def push_failed(self, header: msg.Header, error: NarrowsError, now: float) -> None:
         """A chunk is damaged: its push is dropped and refused."""
         self._pushes.failed(header, error)
@@ -222,6 +249,7 @@ class Syncer:
         """Asked before a layout is unpacked: it may be large."""
         return self._seeding.asked(incarnation) is not None
 
+    @recorded
     def layout(self, incarnation: str, layout: msg.Layout, now: float) -> None:
         """The seeding learner's layout."""
         self._seeding.layout(incarnation, layout, now)
@@ -229,6 +257,7 @@ class Syncer:
 
     # Answers to the effects that take long.
 
+    @recorded
     def done(self, effect: ev.Slow, now: float) -> None:
         """The host has performed an effect."""
         match effect:
@@ -242,6 +271,7 @@ class Syncer:
                 self._ending.ended(now)
         self.advance(now)
 
+    @recorded
     def failed(self, effect: ev.Slow, error: Exception, now: float) -> None:
         """The host could not perform an effect. A Commit it tries again; the others are over."""
         match effect:
@@ -254,6 +284,7 @@ class Syncer:
                 self._rounds.disk_failed(fragment, error)
         self.advance(now)
 
+    @recorded
     def stop(self, reason: str, now: float) -> None:
         """The operator ends the process. Rounds on their way may still become durable."""
         self.state.stopping = reason
@@ -263,6 +294,7 @@ class Syncer:
 
     # Time.
 
+    @recorded
     def advance(self, now: float) -> None:
         """Decides everything that is due."""
         self._notice(now)

@@ -33,7 +33,8 @@ LAZY: Final = {
     "journal": ("broker.cli.journal:journal", "Show, check or roll back a state directory."),
     "export": ("broker.cli.journal:export", "Write the global model, or its layout."),
     "bench": ("bench.cli:bench", "Measure codec, bandwidth, rounds, lives under failure."),
-    "debug": ("broker.cli.debug:debug", "Look at bytes of the wire."),
+    "debug frame": ("broker.cli.debug:frame", "Show a message of the wire."),
+    "debug replay": ("bench.replay:replay", "Play again what a broker or a learner has decided."),
 }  # fmt: skip
 
 
@@ -46,8 +47,11 @@ app = cyclopts.App(
     # Otherwise the library ends the process without a word, before main() can say why.
     suppress_keyboard_interrupt=False,
 )
+debug = cyclopts.App(name="debug", help="Look at bytes of the wire, or play decisions again.")
+app.command(debug)
 for _name, (_path, _help) in LAZY.items():
-    app.command(f"{PACKAGE}.{_path}", name=_name, help=_help)
+    _group, _, _own = _name.rpartition(" ")
+    (debug if _group else app).command(f"{PACKAGE}.{_path}", name=_own, help=_help)
 
 
 @app.command
@@ -128,7 +132,7 @@ def main() -> NoReturn:
 
 def _check_command(given: list[str]) -> None:
     """Names the nearest command. The parser would import all of them to do so."""
-    names = [*LAZY, "broker"]
+    names = [*{name.split()[0] for name in LAZY}, "broker"]
     if given and not given[0].startswith("-") and given[0] not in names:
         near = get_close_matches(given[0], names, 1)
         hint = f", did you mean {near[0]}?" if near else f": one of {', '.join(sorted(names))}"

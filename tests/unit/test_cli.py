@@ -11,6 +11,7 @@ from pathlib import Path
 import msgpack
 import pytest
 from cli_cases import Narrows
+from msgspec import structs
 
 from narrows.broker.cli import keys
 from narrows.broker.process.service import Service
@@ -149,7 +150,7 @@ def test_a_broker_names_the_learners_that_a_runs_end_has_left_without_the_final_
 
     def run(service: Service) -> Finish:
         service.stop("the test stops it")
-        return serve(service)._replace(missing=missing)
+        return structs.replace(serve(service), missing=missing)
 
     serve = Service.run
     monkeypatch.setattr(Service, "run", run)

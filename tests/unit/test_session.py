@@ -5,7 +5,7 @@ import math
 from typing import Any, TypeVar
 
 import pytest
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from narrows.learner.effects import Adopt, Assemble, Effect, Note, SendChunks, Snapshot
 from narrows.learner.session import Session
@@ -116,7 +116,7 @@ class Seat:
 
     def assemble(self, *, push_id: int = 0, merged: tuple[int, ...] = ()) -> None:
         """The host makes the copies that it was asked for. `merged`: ids of our pushes in it."""
-        for kind, fragment, version in self.take(Assemble):
+        for kind, fragment, version in map(astuple, self.take(Assemble)):
             contributors = tuple(Contributor(INCARNATION, each) for each in merged)
             header = self.header(kind, fragment, version, 0, push_id, contributors)
             self.session.assembled(header, self.now, agrees=True)
@@ -142,7 +142,9 @@ class Seat:
         """The copies that the host was asked for are damaged, or cannot be made; their number."""
         asked = self.take(Assemble)
         for place in asked:
-            self.session.assembled(self.header(*place), self.now, agrees=False, failure=failure)
+            self.session.assembled(
+                self.header(*astuple(place)), self.now, agrees=False, failure=failure
+            )
             self.done()
         return len(asked)
 
@@ -588,8 +590,8 @@ def test_parameters_that_stay_not_finite_are_told_with_the_remedy_and_no_flood()
         for _ in range(20):
             seat.step()
             seat.told(collecting=(0,))
-            for _, push_id, _ in seat.take(Snapshot):
-                seat.session.encode_failed(0, push_id, reason="nan", finite=False)
+            for each in seat.take(Snapshot):
+                seat.session.encode_failed(0, each.push_id, reason="nan", finite=False)
         first, second, third = seat.take(Note)
         assert first == second and "optimizer's state is not finite" in third.text
         seat.step()
@@ -876,7 +878,7 @@ def test_a_lockstep_learner_pushes_after_its_steps_and_waits_for_the_version(
     for fragment in range(2):
         seat.publish(fragment, 1, *() if passed_by else (fragment + 1,))
     seat.rest()
-    assert [each[3:5] for each in seat.take(Adopt)] == 2 * [(0.0, not passed_by)]
+    assert [(each.keep, each.merged) for each in seat.take(Adopt)] == 2 * [(0.0, not passed_by)]
     if not passed_by:
         assert seat.session.must_wait(seat.now), "no Beat has said that the run goes on"
     seat.told(heads=(1, 1))
