@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import get_args
 
 import numpy as np
 import xxhash
@@ -12,7 +13,7 @@ from narrows.proto.codec import F32, I64, DecodedChunk, decode_chunk, encode_pus
 from narrows.proto.layout import Fragment, build_table
 from narrows.proto.messages import CodecName, LayoutEntry, MergeRule
 
-CODECS: tuple[CodecName, ...] = ("int4-zstd", "int8-zstd", "f32-blosc2")
+CODECS: tuple[CodecName, ...] = get_args(CodecName)
 
 
 def lane_square_sums(values: F32, bounds: I64) -> list[float]:
