@@ -7,11 +7,14 @@ base only after a copy was found damaged, until the versions up to the head are 
 
 The push of a fragment goes through four states, and no second push exists before it is NONE again:
 
-    NONE --snapshot--> ENCODING --encoded--> WAITING --a version holds it--> MERGED --adopt--> NONE
-                       ENCODING --failed---> NONE    WAITING --refused--> NONE
+    NONE --snapshot--> ENCODING --encoded--> ANNOUNCED --version holds it--> MERGED --adopt--> NONE
+    ENCODING --failed--> NONE      ANNOUNCED --refused--> NONE
+    MERGED --the copy is dropped as damaged--> ANNOUNCED
+    any state --the parameters are overwritten, or cast adrift--> NONE
 
 When a push fails or is refused, its work is in the parameters still: its tokens and steps count as
-unpushed again.
+unpushed again. The last line is that of the final model, of another history, of altered copies and
+of a boundary that was broken off: work that no version holds is lost there.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ class Pushed(Enum):
 
     NONE = auto()
     ENCODING = auto()
-    WAITING = auto()
+    ANNOUNCED = auto()
     MERGED = auto()
 
 
@@ -76,7 +79,7 @@ class FragmentSession:
     head: int = -1
     pushed: Pushed = Pushed.NONE
     push: msg.Push | None = None
-    """As announced; None in state NONE."""
+    """Its announcement, which is sent once the push is coded; None in state NONE."""
     announced_at: float = 0.0
     """When `push` was announced last."""
     tokens: int = 0
@@ -174,7 +177,7 @@ class FragmentSession:
         # A state tells our newest push in it, a publication names all of its pushes.
         own = msg.Contributor(incarnation, self.push_id)
         is_held = header.push_id >= self.push_id or own in header.contributors
-        if is_held and self.pushed is Pushed.WAITING:
+        if is_held and self.pushed is Pushed.ANNOUNCED:
             self.pushed = Pushed.MERGED
 
     def try_again(self, now: float) -> None:
@@ -193,7 +196,7 @@ class FragmentSession:
         self.copy_digests.clear()
         self.tip = -1
         if self.pushed is Pushed.MERGED:  # The next copy may be older than the one that has it.
-            self.pushed = Pushed.WAITING
+            self.pushed = Pushed.ANNOUNCED
         self.try_again(now)
 
     @property

@@ -240,14 +240,15 @@ class Report(_Control, frozen=True):
 
 
 class Push(_Control, frozen=True):
-    """Announces a push whose chunks travel on the uplink; repeated after every Welcome."""
+    """Announces a push whose chunks travel on the uplink; repeated after every Welcome, and every
+    10 s without an outcome."""
 
     fragment: FragmentIndex
     push_id: Annotated[int, Meta(ge=1, le=VERSION_MAX)]
     base: VersionNumber
     """Version that the parameters stood on at the snapshot."""
     tokens: PushTokens
-    """Tokens since the snapshot of the last push of this fragment."""
+    """Tokens of this fragment that were unpushed at the snapshot."""
     steps: PushSteps
 
 
@@ -259,7 +260,8 @@ class AskStatus(_Control, frozen=True):
 
 
 class Beat(_Control, frozen=True):
-    """The broker's state: each second, at each launch and each due. Losing one loses nothing."""
+    """The broker's state: to everybody each second and at a new phase, to a learner at a new rate,
+    to some when a round opens or closes. Losing one loses nothing."""
 
     epoch: Epoch
     phase: Phase

@@ -163,7 +163,7 @@ class Seat:
 
     def rest(self) -> None:
         """The training thread looks for something to adopt without making a step."""
-        self.session.join()
+        self.session.exchange_without_step()
         self.done()
 
     def wait(self, seconds: float) -> None:
