@@ -56,10 +56,10 @@ class Adopt(NamedTuple):
     version: int
     """The assembled copy that the parameters go to."""
     push_id: int
-    """The waiting push; 0: none."""
+    """The push on its way, whose values the rule needs; 0: none."""
     keep: float
     merged: bool
-    """The versions since the old copy hold the waiting push."""
+    """The versions since the old copy hold that push."""
 
 
 class Note(NamedTuple):
