@@ -34,7 +34,7 @@ AHEAD_MAX: Final = 2 * PUBLICATIONS_KEPT
 """Publications kept beyond the copy that is here or on its way. While a state is fetched the live
 ones go on, and they lead from it to the head; so many cost about as much memory as the state."""
 
-NO_COPY: Final = msg.PublishedCopy(-1, 0)
+NO_COPY: Final = msg.CopyDigest(-1, 0)
 
 
 class Key(NamedTuple):
@@ -102,7 +102,7 @@ class FragmentSession:
     """Pushes that could not be coded since the last one that was."""
     copy_digests: dict[int, int] = field(default_factory=dict[int, int])
     """Digests of the newest published copies that were made here, by version."""
-    told: msg.PublishedCopy = NO_COPY
+    told: msg.CopyDigest = NO_COPY
     """The published copy of the head, as a Beat of this epoch told last."""
 
     @property
@@ -121,9 +121,9 @@ class FragmentSession:
         return self.push.tokens if self.push else 0
 
     @property
-    def newest_copy(self) -> msg.PublishedCopy:
+    def newest_copy(self) -> msg.CopyDigest:
         """The copy at the tip, as Hello tells it."""
-        return msg.PublishedCopy(self.tip, self.copy_digests.get(self.tip, 0))
+        return msg.CopyDigest(self.tip, self.copy_digests.get(self.tip, 0))
 
     @property
     def finished(self) -> bool:

@@ -96,7 +96,7 @@ class Session:
         """Why nobody answers, as far as handshakes tell."""
         self.blocked = ""
         """The data ports on which nothing moves though it should."""
-        self._hello_copies: tuple[msg.PublishedCopy, ...] = ()
+        self._hello_copies: tuple[msg.CopyDigest, ...] = ()
         """Copies, as the newest Hello tells them."""
         self._push_id = 0
         self._run_clock = RunClock()
@@ -305,7 +305,7 @@ class Session:
         for part, head in zip(self.parts, beat.heads, strict=False):  # No heads before version 0.
             part.head = max(part.head, head)
         for part, head, digest in zip(self.parts, beat.heads, beat.digests, strict=False):
-            part.told = msg.PublishedCopy(head, digest)
+            part.told = msg.CopyDigest(head, digest)
             self._drop_altered(part, now)
         # Of a copy further behind the state is fetched, which takes its time.
         all_behind = all(0 < part.head - part.tip <= PUBLICATIONS_KEPT for part in self.parts)
@@ -654,7 +654,7 @@ class Session:
             self._warned_offline.add(warning)
             self.effects.append(warning)
 
-    def _copies(self) -> tuple[msg.PublishedCopy, ...]:
+    def _copies(self) -> tuple[msg.CopyDigest, ...]:
         return tuple(part.newest_copy for part in self.parts)
 
     @property

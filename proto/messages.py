@@ -197,8 +197,8 @@ class _Control(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"
     """Base of the control messages: MessagePack maps whose `type` names the message."""
 
 
-class PublishedCopy(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The newest published copy of a fragment that a learner has: version and result digest."""
+class CopyDigest(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Version and result digest of a published copy; in Hello, of the newest one at the learner."""
 
     version: VersionOrNone
     digest: Digest
@@ -219,7 +219,7 @@ class Hello(_Control, frozen=True):
     """The epoch that the learner followed last; "" before its first Welcome."""
     fingerprint: Fingerprint
     """Fingerprint of the layout and of the parameters that do not travel."""
-    copies: Annotated[tuple[PublishedCopy, ...], Meta(max_length=FRAGMENTS_MAX)]
+    copies: Annotated[tuple[CopyDigest, ...], Meta(max_length=FRAGMENTS_MAX)]
     """Per fragment; empty before the first Welcome."""
 
 
