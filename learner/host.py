@@ -3,8 +3,8 @@
 It has no socket, thread or clock of its own, so the simulator runs the same code. The caller holds
 the learner's lock in every call. learner/boundary.py calls the session on the training thread, asks
 for the `tasks` that follow for the parameters, hands their results back, and then calls `perform`.
-Everything else is called from the loop. To decode, digest,
-encode and send belongs to the pool and the loop.
+Everything else is called from the loop. To decode,
+digest, encode and send belongs to the pool and the loop.
 """
 
 from __future__ import annotations

@@ -117,7 +117,8 @@ class InboxPush:
 
 @dataclass(eq=False)
 class FragmentRound:
-    """The round of one fragment, and the pushes that wait for it or for the next one."""
+    """The slot of one fragment, in which its rounds follow each other, and the pushes that wait for
+    the present round or for the next one."""
 
     merged: dict[str, int] = field(default_factory=dict[str, int])
     """Incarnation -> newest merged push id, the newest merge last."""
