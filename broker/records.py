@@ -124,7 +124,7 @@ class Version:
     weights: tuple[float, ...]
     """Normalised weight of each contribution."""
     publication: tuple[EncodedChunk, ...] = field(repr=False, default=())
-    """`published - published before`, coded."""
+    """`global - published before`, coded; decoded it is the step to the next published copy."""
     norms: tuple[float, ...] = ()
     """Norm of each contribution, for the alarm."""
 

@@ -58,10 +58,10 @@ class Adopt(Struct, frozen=True, tag=True):
     version: int
     """The assembled copy that the parameters go to."""
     push_id: int
-    """The waiting push; 0: none."""
+    """The push on its way, whose values the rule needs; 0: none."""
     keep: float
     merged: bool
-    """The versions since the old copy hold the waiting push."""
+    """The versions since the old copy hold that push."""
 
 
 class Note(Struct, frozen=True, tag=True):

@@ -31,7 +31,7 @@ class Exchange:
     """A learner's side of a run, as its training thread calls it."""
 
     def __init__(self, link: Link, *, join_timeout_s: float, adopting: Callable[[], None]) -> None:
-        """`adopting` is called before parameters move."""
+        """`adopting` is called before parameters move; an exception may still keep them."""
         self.link = link
         self._session = link.host.session
         self._join_timeout_s = join_timeout_s
@@ -69,7 +69,7 @@ class Exchange:
         tells_at = math.inf
         while True:
             now = time.monotonic()
-            self._boundary.perform(self._session.join, now)
+            self._boundary.perform(self._session.exchange_without_step, now)
             if session.joined:
                 return
             self.link.raise_error()
@@ -168,4 +168,4 @@ class Exchange:
         """Lets the background thread go on, and adopts what has come."""
         self.link.lock.wait(LOOK_S)
         self.link.raise_error()
-        self._boundary.perform(self._session.join, time.monotonic())
+        self._boundary.perform(self._session.exchange_without_step, time.monotonic())

@@ -7,11 +7,14 @@ base only after a copy was found damaged, until the versions up to the head are 
 
 The push of a fragment goes through four states, and no second push exists before it is NONE again:
 
-    NONE --snapshot--> ENCODING --encoded--> WAITING --a version holds it--> MERGED --adopt--> NONE
-                       ENCODING --failed---> NONE    WAITING --refused--> NONE
+    NONE --snapshot--> ENCODING --encoded--> ANNOUNCED --version holds it--> MERGED --adopt--> NONE
+    ENCODING --failed--> NONE      ANNOUNCED --refused--> NONE
+    MERGED --the copy is dropped as damaged--> ANNOUNCED
+    any state --the parameters are overwritten, or cast adrift--> NONE
 
 When a push fails or is refused, its work is in the parameters still: its tokens and steps count as
-unpushed again.
+unpushed again. The last line is that of the final model, of another history, of altered copies and
+of a boundary that was broken off: work that no version holds is lost there.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ AHEAD_MAX: Final = 2 * PUBLICATIONS_KEPT
 """Publications kept beyond the copy that is here or on its way. While a state is fetched the live
 ones go on, and they lead from it to the head; so many cost about as much memory as the state."""
 
-NO_COPY: Final = msg.PublishedCopy(-1, 0)
+NO_COPY: Final = msg.CopyDigest(-1, 0)
 
 
 class Key(NamedTuple):
@@ -59,7 +62,7 @@ class Pushed(Enum):
 
     NONE = auto()
     ENCODING = auto()
-    WAITING = auto()
+    ANNOUNCED = auto()
     MERGED = auto()
 
 
@@ -76,7 +79,7 @@ class FragmentSession:
     head: int = -1
     pushed: Pushed = Pushed.NONE
     push: msg.Push | None = None
-    """As announced; None in state NONE."""
+    """Its announcement, which is sent once the push is coded; None in state NONE."""
     announced_at: float = 0.0
     """When `push` was announced last."""
     tokens: int = 0
@@ -99,7 +102,7 @@ class FragmentSession:
     """Pushes that could not be coded since the last one that was."""
     copy_digests: dict[int, int] = field(default_factory=dict[int, int])
     """Digests of the newest published copies that were made here, by version."""
-    told: msg.PublishedCopy = NO_COPY
+    told: msg.CopyDigest = NO_COPY
     """The published copy of the head, as a Beat of this epoch told last."""
 
     @property
@@ -118,9 +121,9 @@ class FragmentSession:
         return self.push.tokens if self.push else 0
 
     @property
-    def newest_copy(self) -> msg.PublishedCopy:
+    def newest_copy(self) -> msg.CopyDigest:
         """The copy at the tip, as Hello tells it."""
-        return msg.PublishedCopy(self.tip, self.copy_digests.get(self.tip, 0))
+        return msg.CopyDigest(self.tip, self.copy_digests.get(self.tip, 0))
 
     @property
     def finished(self) -> bool:
@@ -174,7 +177,7 @@ class FragmentSession:
         # A state tells our newest push in it, a publication names all of its pushes.
         own = msg.Contributor(incarnation, self.push_id)
         is_held = header.push_id >= self.push_id or own in header.contributors
-        if is_held and self.pushed is Pushed.WAITING:
+        if is_held and self.pushed is Pushed.ANNOUNCED:
             self.pushed = Pushed.MERGED
 
     def try_again(self, now: float) -> None:
@@ -193,7 +196,7 @@ class FragmentSession:
         self.copy_digests.clear()
         self.tip = -1
         if self.pushed is Pushed.MERGED:  # The next copy may be older than the one that has it.
-            self.pushed = Pushed.WAITING
+            self.pushed = Pushed.ANNOUNCED
         self.try_again(now)
 
     @property

@@ -158,13 +158,15 @@ def _codes(fragment: Fragment, published: Tensor, local: Tensor, scales: F32, li
         pieces = fragment.pieces_of(offset, count)
         own = torch.from_numpy(scales[pieces.start : pieces.stop].copy()).to(local.device)
         lengths = torch.from_numpy(np.diff(fragment.spans(offset, count))).to(local.device)
-        steps = own.repeat_interleave(lengths, output_size=count)
+        element_scales = own.repeat_interleave(lengths, output_size=count)
         value = published[block] - local[block]
         if not torch.isfinite(value).all():
             raise LocalProtocolError(
                 ErrorCode.NOT_FINITE, "outer gradient", expected="finite", got="nan or inf"
             )
-        inverse = torch.where(steps > 0, 1 / steps, torch.zeros_like(steps))
+        inverse = torch.where(
+            element_scales > 0, 1 / element_scales, torch.zeros_like(element_scales)
+        )
         codes[block] = (value * inverse).clamp_(-limit, limit).round_()
     return codes
 

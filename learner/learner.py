@@ -80,7 +80,9 @@ class Learner:
             join_target(broker, name, key), self._parameters.layout, TorchIsland(self._parameters),
             events=None if events is None else Path(events),
         )  # fmt: skip
-        self._exchange = Exchange(link, join_timeout_s=join_timeout_s, adopting=self._watch.adopted)
+        self._exchange = Exchange(
+            link, join_timeout_s=join_timeout_s, adopting=self._watch.adopting
+        )
         self._log = StepLog()
         self._hooks: list[RemovableHandle] = []
         self._entered = False

@@ -1,8 +1,9 @@
 """The background loop of one broker: a host and its sockets behind one lock.
 
 The training thread (learner/exchange.py) and this one share the host. Each calls it under the lock
-only, and no call takes longer than a pointer swap or the arithmetic of one adoption. Sockets belong
-to this thread: what the training thread has to say waits in a queue.
+only. A boundary is the longest hold: it adopts every fragment that has a newer copy, and copies
+every one that becomes a push. Sockets belong to this thread: what the training thread has to say
+waits in a queue.
 """
 
 from __future__ import annotations

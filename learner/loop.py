@@ -71,8 +71,11 @@ class StepLog:
         self._loss = None
 
     def take(self) -> tuple[int, float | None]:
-        """Tokens since the last call, 0 if nothing was logged, and the newest mean loss that has
-        arrived: this step's if it is on the host, else one of a few steps ago, None before it."""
+        """Tokens that were logged since the last call, and the newest mean loss on the host.
+
+        A loss that was computed there is this step's. One of a device arrives a few steps later;
+        before the first one the loss is None.
+        """
         tokens = self._tokens
         loss = self._loss
         self.discard()
@@ -81,7 +84,7 @@ class StepLog:
             if arrived.query():
                 self._newest = copy.item()
                 self._coming = None
-        # One at a time: with one per step they would queue up behind a slow device.
+        # One copy is on its way at a time: one of each step would queue up behind a slow device.
         if isinstance(loss, Tensor) and self._coming is None:
             arrived = torch.Event(device=loss.device)
             copy = loss.to("cpu", non_blocking=True)

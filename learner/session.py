@@ -98,7 +98,7 @@ class Session:
         """Why nobody answers, as far as handshakes tell."""
         self.blocked = ""
         """The data ports on which nothing moves though it should."""
-        self._hello_copies: tuple[msg.PublishedCopy, ...] = ()
+        self._hello_copies: tuple[msg.CopyDigest, ...] = ()
         """Copies, as the newest Hello tells them."""
         self._push_id = 0
         self._run_clock = RunClock()
@@ -137,7 +137,8 @@ class Session:
         return bool(self.parts) and all(part.standing is Standing.FINAL for part in self.parts)
 
     def must_wait(self, now: float, *, steps_ahead: int = 0) -> bool:
-        """The next inner step must not begin yet; `join` adopts what comes meanwhile.
+        """The next inner step must not begin yet; `exchange_without_step` adopts what comes
+        meanwhile.
 
         With `steps_ahead` the answer holds after so many more steps without an exchange.
         """
@@ -281,7 +282,7 @@ class Session:
             part.expect(now, pull=True)
             # Whether a push is merged is not known; the broker does not answer if it is.
             self._announce(part, now)
-            if is_new_life and part.pushed is Pushed.WAITING:
+            if is_new_life and part.pushed is Pushed.ANNOUNCED:
                 self.effects.append(SendChunks(DataKind.PUSH, part.index, part.push_id))
         if welcome.role is Role.SEED and all(part.tip < 0 for part in self.parts):
             self.effects.append(SendChunks(DataKind.LAYOUT))
@@ -312,7 +313,7 @@ class Session:
         for part, head in zip(self.parts, beat.heads, strict=False):  # No heads before version 0.
             part.head = max(part.head, head)
         for part, head, digest in zip(self.parts, beat.heads, beat.digests, strict=False):
-            part.told = msg.PublishedCopy(head, digest)
+            part.told = msg.CopyDigest(head, digest)
             self._drop_altered(part, now)
         # Of a copy further behind the state is fetched, which takes its time.
         all_behind = all(0 < part.head - part.tip <= PUBLICATIONS_KEPT for part in self.parts)
@@ -351,7 +352,7 @@ class Session:
         has = {
             DataKind.LAYOUT: True,
             DataKind.SEED: part.base < 0,
-            DataKind.PUSH: part.pushed is Pushed.WAITING and part.push_id == fetch.push_id,
+            DataKind.PUSH: part.pushed is Pushed.ANNOUNCED and part.push_id == fetch.push_id,
         }
         if has.get(fetch.kind):
             self.effects.append(SendChunks(fetch.kind, fetch.fragment, fetch.push_id, fetch.chunks))
@@ -444,7 +445,7 @@ class Session:
             self._report(now)
 
     @recorded
-    def join(self) -> None:
+    def exchange_without_step(self) -> None:
         """Between two steps, while none is made: before the first, in lockstep, at the end."""
         self._step_times.interrupt()
         self._exchange()
@@ -454,7 +455,7 @@ class Session:
         """The push is coded: it is announced and sent."""
         part = self.parts[index]
         if part.push_id == push_id:  # Else it was given up meanwhile.
-            part.pushed = Pushed.WAITING
+            part.pushed = Pushed.ANNOUNCED
             part.failed_codings = 0
             self._moved_at = now
             if self.connected:
@@ -595,11 +596,12 @@ class Session:
         if self.settings.mode is not Mode.DILOCO:
             return False
         if part.push is None:
-            # The Beat of a version says whether the run goes on: nobody may train past the goal.
+            # Its version came before the Beat that names it, and that Beat may end the run: wait.
             return not self.beat.heads or self.beat.heads[part.index] < part.base
         steps_max = self.settings.overlap_steps
         if part.base > part.push.base:
-            # A version without the push was merged by others, who took this learner for lost.
+            # Others merged a version without this push: it may make a whole period of steps before
+            # it waits.
             steps_max = self.settings.sync_period_steps
         return part.steps + steps_ahead >= steps_max
 
@@ -672,7 +674,7 @@ class Session:
             self._warned_offline.add(warning)
             self.effects.append(warning)
 
-    def _copies(self) -> tuple[msg.PublishedCopy, ...]:
+    def _copies(self) -> tuple[msg.CopyDigest, ...]:
         return tuple(part.newest_copy for part in self.parts)
 
     @property
@@ -694,7 +696,7 @@ class Session:
 
     def _announce(self, part: FragmentSession, now: float, after_s: float = 0.0) -> None:
         """Announces a push that waits for its outcome, if it was not announced for `after_s`."""
-        if part.push and part.pushed is Pushed.WAITING and now >= part.announced_at + after_s:
+        if part.push and part.pushed is Pushed.ANNOUNCED and now >= part.announced_at + after_s:
             part.announced_at = now
             self.effects.append(part.push)
 

@@ -118,8 +118,9 @@ class WeightWatch:
             self._step = sample - self._after
         self._before = self._after = sample
 
-    def adopted(self) -> None:
-        """Call when the exchange has moved parameters at this boundary."""
+    def adopting(self) -> None:
+        """Call before parameters move at this boundary. An exception may still keep them where they
+        are."""
         self._adopted = True
 
     def boundary_over(self) -> None:

@@ -250,6 +250,7 @@ class AllowList:
         """Takes out a key of a site, or all of them. Raises ConfigError if there is none."""
         before = cls.read(folder)
         keys = before.sites.get(name, ())
+        # Without `public` none is kept.
         kept = tuple(key for key in keys if public and key != public)
         if kept == keys:
             raise ConfigError(
@@ -260,7 +261,7 @@ class AllowList:
     def _edit(self, folder: Path, name: str, keys: tuple[str, ...]) -> AllowList:
         """Changes the line of one name; an editor's comments and other lines stay."""
         path = self.path(folder)
-        expected = {each: kept for each, kept in self.sites.items() if each != name}
+        expected = {other: its_keys for other, its_keys in self.sites.items() if other != name}
         own = re.compile(rf"\s*[\"']?{re.escape(name)}[\"']?\s*=")
         lines = [line for line in _content(path, secret=False).splitlines() if not own.match(line)]
         if keys:

@@ -197,8 +197,8 @@ class _Control(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"
     """Base of the control messages: MessagePack maps whose `type` names the message."""
 
 
-class PublishedCopy(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The newest published copy of a fragment that a learner has: version and result digest."""
+class CopyDigest(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Version and result digest of a published copy; in Hello, of the newest one at the learner."""
 
     version: VersionOrNone
     digest: Digest
@@ -219,7 +219,7 @@ class Hello(_Control, frozen=True):
     """The epoch that the learner followed last; "" before its first Welcome."""
     fingerprint: Fingerprint
     """Fingerprint of the layout and of the parameters that do not travel."""
-    copies: Annotated[tuple[PublishedCopy, ...], Meta(max_length=FRAGMENTS_MAX)]
+    copies: Annotated[tuple[CopyDigest, ...], Meta(max_length=FRAGMENTS_MAX)]
     """Per fragment; empty before the first Welcome."""
 
 
@@ -240,14 +240,15 @@ class Report(_Control, frozen=True):
 
 
 class Push(_Control, frozen=True):
-    """Announces a push whose chunks travel on the uplink; repeated after every Welcome."""
+    """Announces a push whose chunks travel on the uplink; repeated after every Welcome, and every
+    10 s without an outcome."""
 
     fragment: FragmentIndex
     push_id: Annotated[int, Meta(ge=1, le=VERSION_MAX)]
     base: VersionNumber
     """Version that the parameters stood on at the snapshot."""
     tokens: PushTokens
-    """Tokens since the snapshot of the last push of this fragment."""
+    """Tokens of this fragment that were unpushed at the snapshot."""
     steps: PushSteps
 
 
@@ -259,7 +260,8 @@ class AskStatus(_Control, frozen=True):
 
 
 class Beat(_Control, frozen=True):
-    """The broker's state: each second, at each launch and each due. Losing one loses nothing."""
+    """The broker's state: to everybody each second and at a new phase, to a learner at a new rate,
+    to some when a round opens or closes. Losing one loses nothing."""
 
     epoch: Epoch
     phase: Phase

@@ -266,9 +266,9 @@ def _installed(host: Host) -> list[FragmentState]:
 
 def _leaks(host: Host, learners: Sequence[Learner]) -> None:
     waiting = set[tuple[str, int, int]]()
-    for index, round_ in enumerate(host.syncer.state.rounds):
-        waiting |= {(each.incarnation, index, each.push_id) for each in round_.inbox.values()}
-        waiting |= {(each.incarnation, index, each.push_id) for each in round_.taken}
+    for index, slot in enumerate(host.syncer.state.rounds):
+        waiting |= {(each.incarnation, index, each.push_id) for each in slot.inbox.values()}
+        waiting |= {(each.incarnation, index, each.push_id) for each in slot.taken}
     if stray := sorted(host.pipeline.pushes.keys() - waiting):
         raise Wrong(f"no leak: payloads of pushes that nobody waits for: {stray[:3]}")
 

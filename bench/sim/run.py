@@ -401,10 +401,10 @@ class Site(Learner):
             if session.refused:
                 raise Wrong(f"{self.name} is refused: {session.refused}")
             if not session.joined or session.must_wait(world.now):
-                self._call(session.join)
+                self._call(session.exchange_without_step)
             elif session.stopping:
                 self._call(lambda: session.leave(world.now))
-                self._call(session.join)
+                self._call(session.exchange_without_step)
             elif world.now < self.run.plan.ends:
                 tokens = self.trainee.step(session, world.now)
                 before = standings(session)
@@ -412,7 +412,7 @@ class Site(Learner):
                     self.run.checkers.stepped(self, before)
                 delay_s = self.trainee.step_s(world.now)
             else:
-                self._call(session.join)
+                self._call(session.exchange_without_step)
             self._after_event()
         world.after(delay_s, self._in_this_life(self._train))
 

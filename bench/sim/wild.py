@@ -90,7 +90,7 @@ class WildPeer:
             self._incarnation = self._new_incarnation()
         name = self._rng.choice([WILD, WILD, WILD, "site-a"])
         mark = self._rng.choice([fingerprint(self._layout)] * 3 + ["0" * 32])
-        copies = tuple(msg.PublishedCopy(head, self._rng.getrandbits(64)) for head in self._heads)
+        copies = tuple(msg.CopyDigest(head, self._rng.getrandbits(64)) for head in self._heads)
         epoch = self._rng.choice([self._epoch, ""])
         return msg.Hello(msg.PROTOCOL, name, self._incarnation, "", epoch, mark, copies)
 

@@ -40,7 +40,7 @@ class _Upstream:
         self, context: zmq.Context[Socket], address: Address, key: SiteKey | None, file: Path | None
     ) -> None:
         self._make = partial(Dial, context, Kind.RELAY_DOWNLINK, address, ipv6=needs_ipv6(address))
-        """Dials, given the site's key and the broker's."""
+        """Makes a Dial of the site's key and the broker's public key."""
         self._key = key
         self._file = file
         self._topics: dict[bytes, None] = {}

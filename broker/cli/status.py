@@ -113,7 +113,8 @@ def _ask(address: Address, key: SiteKey | None, server: str, until: float) -> di
 
 
 def _answer(dial: Dial, address: Address, until: float) -> dict[str, Any]:
-    """Asks at each connection, since a broker may end and start again before it answers."""
+    """Asks once for each connection: a broker that ends before it answers, and starts again, has
+    not heard the question."""
     trouble: NarrowsError | None = None
     now = time.monotonic()
     while now < until:
@@ -122,7 +123,7 @@ def _answer(dial: Dial, address: Address, until: float) -> dict[str, Any]:
             with suppress(zmq.Again):  # The connection is gone already, and comes again.
                 dial.socket.send_multipart(encode_control(AskStatus()), zmq.NOBLOCK)
         trouble = dial.error(now)
-        # A broker that is frozen is silent, too: it may answer yet.
+        # Silence decides nothing: a broker that is frozen may answer yet.
         if trouble is not None and not dial.is_silent:
             raise trouble
         if dial.socket.poll(0):

@@ -53,7 +53,7 @@ def merge(
 
     Pure and re-entrant: it reads `before`, and changes nothing. A caller that holds the decoded
     chunks of the contributions gives them as `decoded`, in the same order; else the payloads are
-    decoded here. Either way they stay codes, and become floats a slice at a time.
+    decoded here. Values stay codes; slices become floats as they are added.
 
     Raises NotFinite, which names the longest push, if a parameter or the publication
     would not be finite.
@@ -71,11 +71,11 @@ def merge(
     norms = tuple(np.sqrt(in_order(piece_norms.T**2)).tolist())
     try:
         params, momentum = outer_step(fragment, before, values, gains, policy)
-        # Their memory serves as the next published copy: both are as large as the fragment.
+        # The next published copy is as large as the averaged values, and takes over their memory.
         del values
         advanced = empty_f32(fragment.elements)
-        # What the code drops stays in global - published, and so in the next publication. Step and
-        # code are two passes: chunk by chunk in one they took longer, whatever the chunk.
+        # What the codes leave out stays in global - published, so the next publication holds it.
+        # Outer step and coding are two passes: one pass took longer, whatever the slice.
         publication = tuple(
             encode_step(
                 fragment,

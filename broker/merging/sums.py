@@ -42,8 +42,9 @@ def norms_of(fragment: Fragment, vectors: Sequence[Vector]) -> F64:
             offset, count = fragment.chunk(number, vector[0].count)
             pieces = _pieces(fragment, offset, count)
             if chunk.codec.coded:
-                # Whole numbers times scale**2 of 16 bits are exact in float64, hence the same in
-                # any cut: with the largest codes of int8 up to 2**23 elements, else far beyond.
+                # Squared codes add up to a whole number, and scale**2 has 16 bits. Up to 2**23
+                # elements the product is exact in float64, even if all codes are the largest of
+                # int8. So every cut gives the same sum.
                 squares[pieces, column] += chunk.square_sums()
             else:
                 begun = _begun(fragment, offset, pieces)
@@ -211,6 +212,7 @@ def add_squares(values: F32, bounds: I64, begun: I64, lanes: F64) -> None:
     for span in range(begun.size):
         part = values[bounds[span] : bounds[span + 1]]
         own = lanes[span]
+        # `head` elements lead on to lane 0, then come whole rows of lanes, then the rest.
         phase = begun[span] % LANES
         head = min(part.size, (LANES - phase) % LANES)
         for i in range(head):

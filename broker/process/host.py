@@ -93,7 +93,7 @@ class Host:
         for another. A push that no round can take is refused on control.
         """
         try:
-            header = _checked_header(site, frames)
+            header = _sender_header(site, frames)
             # Data for another life were on their way during a restart. What is missing after it is
             # asked for again.
             if header.epoch == self.syncer.state.epoch:
@@ -131,7 +131,7 @@ class Host:
         if header.kind is msg.DataKind.LAYOUT:
             if self.syncer.wants_layout(header.incarnation):
                 self.syncer.layout(header.incarnation, wire.unpack_layout(payload), now)
-        elif self.syncer.wants(header, now):
+        elif self.syncer.take_chunk(header, now):
             self._up_bytes[wire.name_of(header.incarnation)] += len(payload)
             self.pipeline.keep(header, payload)
 
@@ -176,6 +176,7 @@ class Host:
         return self._with_bytes(self.syncer.status(now))
 
     def _with_bytes(self, status: dict[str, object]) -> dict[str, object]:
+        """The syncer's status, to which this adds the bytes in place."""
         down = self.downlink
         learners = status["learners"]
         assert isinstance(learners, dict)
@@ -229,7 +230,7 @@ class Host:
             self.downlink.sender.charge(map(len, frames), now)
 
 
-def _checked_header(site: str | None, frames: list[bytes]) -> msg.Header:
+def _sender_header(site: str | None, frames: list[bytes]) -> msg.Header:
     """The header of a message that may go up, of somebody for whom the key speaks.
 
     Raises RemoteProtocolError.

@@ -212,8 +212,8 @@ class Pipeline:
             return
         due = order.round_
         self._undurable[due.fragment] = result_of(result)
-        for push in due.contributions:
-            del self.pushes[push.incarnation, due.fragment, push.push_id]
+        for contribution in due.contributions:
+            del self.pushes[contribution.incarnation, due.fragment, contribution.push_id]
         self._reach("merged")
         self._syncer.done(order, now)
 

@@ -179,7 +179,7 @@ class BrokerSockets:
         """Hands the host what waits at the sockets, a bounded number of messages of each."""
         for connections in self._connections.values():
             connections.follow()
-        # Subscriptions first: what the other messages lead to may be published to new listeners.
+        # Subscriptions first, so that a new listener misses nothing the messages below publish.
         for received in self._received(self._downlink):
             self._read_subscription(host, received, now)
         for received in self._admitted(self._control):

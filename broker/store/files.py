@@ -303,7 +303,9 @@ def export_model(
     """
     # The file has the tensors in the layout's order, whichever fragments their pieces are in.
     pieces = {
-        (piece.tensor, piece.start): values[fragment.index][piece.offset :][: piece.count]
+        (piece.tensor, piece.start): values[fragment.index][
+            piece.offset : piece.offset + piece.count
+        ]
         for fragment in table
         for piece in fragment.pieces
     }

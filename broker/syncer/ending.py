@@ -51,7 +51,7 @@ class Ending:
     def owes(self, member: Member, fragment: int) -> bool:
         """A push of it is on its way, or it has neither pushed nor said that nothing is left."""
         waiting = self.state.rounds[fragment].inbox.get(member.incarnation)
-        if waiting is not None and waiting.push is not None:
+        if waiting is not None and waiting.announcement is not None:
             return waiting.is_coming
         return min(member.bases) >= 0 and fragment not in member.told.finished
 
@@ -63,8 +63,8 @@ class Ending:
         """Idle fragments that need a last round."""
         return [
             fragment
-            for fragment, round_ in enumerate(self.state.rounds)
-            if round_.stage is Stage.IDLE and (round_.here() or self.owing(fragment, now))
+            for fragment, slot in enumerate(self.state.rounds)
+            if slot.stage is Stage.IDLE and (slot.here() or self.owing(fragment, now))
         ]
 
     # Phases.
@@ -74,7 +74,7 @@ class Ending:
         state = self.state
         goal = state.settings.goal_tokens
         if state.phase is Phase.RUNNING and goal and state.clock.run_tokens >= goal:
-            state.turn(Phase.ENDING)
+            state.enter(Phase.ENDING)
             self._wait_anew(state.members, now)
             state.note("goal", f"{goal} tokens are reached: one last round per fragment")
 
@@ -114,7 +114,7 @@ class Ending:
         # those that were given up before the wait for the disk began.
         self._wait_anew([m for m in self.state.members if m.moved_at >= self.began_at], now)
         self.state.closing = False
-        self.state.turn(Phase.ENDED)
+        self.state.enter(Phase.ENDED)
         self.state.note("ended", "the run has ended: learners adopt the final model")
 
     def _wait_anew(self, members: Iterable[Member], now: float) -> None:

@@ -65,7 +65,7 @@ class Joining:
         joined = len(self.state.members.heard(now))
         if not self.state.heads or joined < self.state.config.run.learners_at_start:
             return False
-        self.state.turn(msg.Phase.RUNNING)
+        self.state.enter(msg.Phase.RUNNING)
         learners = "learner" if joined == 1 else "learners"
         self.state.note("begun", f"the run begins with {joined} {learners}")
         for member in self.state.members.connected():
@@ -198,7 +198,7 @@ class Joining:
     def _go_back(self, hello: msg.Hello) -> tuple[int, ...]:
         """Fragments whose copy is not part of this history: the state directory is an older copy.
 
-        Within one epoch a publication may overtake a Welcome, and that is no step back.
+        Asked only of a learner of another epoch: within one, copies are of this history.
         """
         state = self.state
         if hello.epoch == state.epoch:
@@ -233,7 +233,7 @@ class Joining:
         for fragment in go_back:
             bases[fragment] = -1
         if state.heads:
-            # A copy that is ahead within this epoch is counted once its version is a head.
+            # No copy of this history is ahead of its head, whatever a Hello claims.
             bases = list(map(min, bases, state.heads))
         holder = state.members.by_name.get(name)
         if holder is not None and holder.incarnation == hello.incarnation:

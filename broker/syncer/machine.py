@@ -222,8 +222,9 @@ class Syncer:
     # nothing else.
 
     @recorded
-    def wants(self, header: msg.Header, now: float) -> bool:
-        """True: a chunk of a push or of version 0 is wanted; keep it, and have a push's checked."""
+    def take_chunk(self, header: msg.Header, now: float) -> bool:
+        """Counts a chunk as here if it is wanted. True: keep its payload, and have a push's
+        checked."""
         if header.kind is msg.DataKind.PUSH:
             wanted = self._pushes.chunk(header, now)
             self.wake_at = min(self.wake_at, self._pushes.ask_at)  # Arrivals carry a repair on.
@@ -263,8 +264,8 @@ class Syncer:
         match effect:
             case ev.Seed():
                 self._seeding.seeded()
-            case ev.MergeRound(round_):
-                self._rounds.merged(round_.fragment)
+            case ev.MergeRound(due):
+                self._rounds.merged(due.fragment)
             case ev.Commit(fragment):
                 self._rounds.durable(fragment, now)
             case ev.CommitEnd():
@@ -278,8 +279,8 @@ class Syncer:
             case ev.Seed():
                 assert isinstance(error, NarrowsError)
                 self._seeding.failed(error)
-            case ev.MergeRound(round_):
-                self._rounds.merge_failed(round_, error)
+            case ev.MergeRound(due):
+                self._rounds.merge_failed(due, error)
             case ev.Commit(fragment):
                 self._rounds.disk_failed(fragment, error)
         self.advance(now)
@@ -344,10 +345,10 @@ class Syncer:
             return
         self.state.members.excuse(delay_s, now)
         # The messages that came meanwhile are still to be read: no window passes before that.
-        for round_ in self.state.rounds:
-            round_.launched_at += delay_s
-            if round_.quorum_at is not None:
-                round_.quorum_at += delay_s
+        for slot in self.state.rounds:
+            slot.launched_at += delay_s
+            if slot.quorum_at is not None:
+                slot.quorum_at += delay_s
         self.state.note(
             "stood_still",
             f"the broker stood still for {delay_s:.1f} s: nobody is judged for it",

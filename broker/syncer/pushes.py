@@ -11,7 +11,7 @@ from typing import Final
 from narrows.broker.records import Contribution
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import Member
-from narrows.broker.syncer.state import FragmentRound, State, WaitingPush
+from narrows.broker.syncer.state import FragmentRound, InboxPush, State
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError, fault
 from narrows.proto.flow.transfer import Transfer
@@ -35,11 +35,12 @@ class Pushes:
     # Announcements and chunks.
 
     def announced(self, member: Member, push: msg.Push, now: float) -> None:
-        """Takes an announcement in. The same one comes again after every Welcome."""
+        """Takes an announcement in. The same one comes again after every Welcome,
+        and every 10 s without an outcome."""
         if self.state.closing:
             return  # Its learner cannot know yet that the last rounds are over.
         try:
-            self._check_open(push.fragment)
+            self._check_takes_pushes(push.fragment)
             if push.base > self.state.heads[push.fragment]:
                 raise fault(
                     "base of a push",
@@ -60,8 +61,9 @@ class Pushes:
         except RemoteProtocolError as error:
             self.refuse(member, push.fragment, push.push_id, error)
             return
-        if waiting is not None and waiting.push is None:
-            waiting.push = push
+        # Else the push counts already, or was announced before.
+        if waiting is not None and waiting.announcement is None:
+            waiting.announcement = push
             waiting.announced_at = now
             member.moved_at = now
 
@@ -72,10 +74,11 @@ class Pushes:
         if member is None or not member.is_connected:
             return False
         member.heard_at = member.data_at = now
+        # After a refusal the rest of the push may be on its way still: its learner knows, or will.
         if self.state.closing or header.push_id <= member.refused[header.fragment]:
             return False
         try:
-            self._check_open(header.fragment)
+            self._check_takes_pushes(header.fragment)
             self._check_coding(header)
             waiting = self._place(member, header.fragment, header.push_id, now)
         except RemoteProtocolError as error:
@@ -101,7 +104,7 @@ class Pushes:
         if member is not None and header.push_id > member.refused[header.fragment]:
             self.refuse(member, header.fragment, header.push_id, error)
 
-    def _check_open(self, fragment: int) -> None:
+    def _check_takes_pushes(self, fragment: int) -> None:
         """Raises RemoteProtocolError if no push of a fragment can be taken now."""
         if not self.state.is_open:
             raise fault(
@@ -140,18 +143,18 @@ class Pushes:
 
     # The inbox.
 
-    def _place(self, member: Member, fragment: int, push_id: int, now: float) -> WaitingPush | None:
+    def _place(self, member: Member, fragment: int, push_id: int, now: float) -> InboxPush | None:
         """The place of a push in the inbox, made if need be. None: it counts already, or a newer
         push has displaced it. Raises RemoteProtocolError if it cannot be taken."""
-        round_ = self.state.rounds[fragment]
-        waiting = round_.inbox.get(member.incarnation)
+        slot = self.state.rounds[fragment]
+        waiting = slot.inbox.get(member.incarnation)
         if waiting is not None and push_id == waiting.push_id:
             return waiting
         if waiting is not None and push_id < waiting.push_id:
             return None
         # A learner that has dialled again sends its waiting push once more. If it is merged, or
         # taken by the running round, that needs no refusal: the publication names its pushes.
-        newest = round_.newest_id(member.incarnation)
+        newest = slot.newest_id(member.incarnation)
         if push_id <= newest:
             return None
         if newest == 0:
@@ -159,15 +162,15 @@ class Pushes:
         if waiting is not None:
             self._drop(waiting)  # Its tokens are in the new push: the learner took it back.
         else:
-            self._check_room(member, round_)
-        waiting = WaitingPush(
+            self._check_room(member, slot)
+        waiting = InboxPush(
             member.name,
             member.incarnation,
             fragment,
             push_id,
             Transfer(self.state.push_chunks[fragment], now, unasked=True),
         )
-        round_.inbox[member.incarnation] = waiting
+        slot.inbox[member.incarnation] = waiting
         return waiting
 
     def _check_not_in_rows(self, member: Member, fragment: int, push_id: int) -> None:
@@ -181,9 +184,9 @@ class Pushes:
                 remedy="adopt the newest version: it holds this push; then push what is new",
             )
 
-    def _check_room(self, member: Member, round_: FragmentRound) -> None:
+    def _check_room(self, member: Member, slot: FragmentRound) -> None:
         """Raises RemoteProtocolError if too many lives of one learner have a push waiting."""
-        if sum(each.learner == member.name for each in round_.inbox.values()) >= LIVES_MAX:
+        if sum(each.learner == member.name for each in slot.inbox.values()) >= LIVES_MAX:
             raise fault(
                 "too many pushes wait for the next round",
                 expected=f"those of {LIVES_MAX} incarnations of {member.name}",
@@ -193,7 +196,7 @@ class Pushes:
                 code=ErrorCode.OVER_CAPACITY,
             )
 
-    def _drop(self, waiting: WaitingPush) -> None:
+    def _drop(self, waiting: InboxPush) -> None:
         del self.state.rounds[waiting.fragment].inbox[waiting.incarnation]
         self.state.effects.append(ev.Drop(waiting.fragment, waiting.incarnation, waiting.push_id))
 
@@ -201,21 +204,21 @@ class Pushes:
         """Ends a learner's connection, and drops its pushes that are not complete: a learner that
         comes back sends them again."""
         self.state.members.disconnect(member)
-        for round_ in self.state.rounds:
-            waiting = round_.inbox.get(member.incarnation)
+        for slot in self.state.rounds:
+            waiting = slot.inbox.get(member.incarnation)
             if waiting is not None and not waiting.is_here:
                 self._drop(waiting)
 
     def take(self, fragment: int) -> tuple[Contribution, ...]:
         """Takes the contributions that are here out of the inbox, for a round; in the order of
         sums."""
-        round_ = self.state.rounds[fragment]
+        slot = self.state.rounds[fragment]
         taken: list[Contribution] = []
         # A publication that names more than LEARNERS_MAX pushes could be read by nobody.
-        for waiting in round_.here()[: msg.LEARNERS_MAX]:
-            push = waiting.push
-            assert push is not None
-            del round_.inbox[waiting.incarnation]
+        for waiting in slot.here()[: msg.LEARNERS_MAX]:
+            push = waiting.announcement
+            assert push is not None, "a push that is here was announced"
+            del slot.inbox[waiting.incarnation]
             taken.append(
                 Contribution(
                     learner=waiting.learner,
@@ -247,8 +250,8 @@ class Pushes:
         if now < self.ask_at:
             return
         self.ask_at = now + REPAIR_S  # A learner that was silent may be heard again.
-        for round_ in self.state.rounds:
-            for waiting in round_.inbox.values():
+        for slot in self.state.rounds:
+            for waiting in slot.inbox.values():
                 member = self.state.members.of(waiting.incarnation)
                 if member is None or not waiting.is_coming or not member.is_heard(now):
                     continue

@@ -134,10 +134,10 @@ class Rounds:
         return self.state.period_s / len(self.state.rounds)
 
     def _launch(self, fragment: int, now: float) -> None:
-        round_ = self.state.rounds[fragment]
-        self.move(round_, Step.LAUNCH)
-        round_.launched_at = self.launched_at = now
-        round_.quorum_at = None
+        slot = self.state.rounds[fragment]
+        self.move(slot, Step.LAUNCH)
+        slot.launched_at = self.launched_at = now
+        slot.quorum_at = None
         # The pushes that wait in the inbox may be enough at once.
         self._collect(fragment, now)
 
@@ -146,30 +146,30 @@ class Rounds:
     def _collect(self, fragment: int, now: float) -> None:
         """Merges an open round if it is due: a round waits for its quorum without a limit, and then
         at most for a window."""
-        round_ = self.state.rounds[fragment]
+        slot = self.state.rounds[fragment]
         if self.state.phase is msg.Phase.ENDING:
             # No quorum any more: each learner pushes what it has left, or is given up.
             if self.ending.owing(fragment, now):
                 return
-            if round_.here():
+            if slot.here():
                 self._merge(fragment, "last", now)
             else:
-                self.move(round_, Step.ABANDON)
+                self.move(slot, Step.ABANDON)
             return
         if not self._has_quorum(fragment, now):
             return
-        if round_.quorum_at is None:
-            round_.quorum_at = now
-        window_s = self._window_s(round_, round_.quorum_at)
-        ends_at = round_.quorum_at + window_s
+        if slot.quorum_at is None:
+            slot.quorum_at = now
+        window_s = self._window_s(slot, slot.quorum_at)
+        ends_at = slot.quorum_at + window_s
         connected = self.state.members.connected()
-        if not any(self._misses(each, round_, window_s, now) for each in connected):
+        if not any(self._misses(each, slot, window_s, now) for each in connected):
             self._merge(fragment, "everybody", now)
         elif now < ends_at:
             self.due_at = min(self.due_at, ends_at)
         # After the window the round waits only for pushes whose bytes are all here and that workers
         # still decode: a delay of ours must not make them miss this version.
-        elif not any(w.is_coming and w.transfer.complete for w in round_.inbox.values()):
+        elif not any(w.is_coming and w.transfer.complete for w in slot.inbox.values()):
             self._merge(fragment, "window", now)
 
     def _has_quorum(self, fragment: int, now: float) -> bool:
@@ -181,37 +181,37 @@ class Rounds:
         # both places for ever.
         return here > 0 and here >= min(quorum, len(self._awaited))
 
-    def _misses(self, member: Member, round_: FragmentRound, window_s: float, now: float) -> bool:
+    def _misses(self, member: Member, slot: FragmentRound, window_s: float, now: float) -> bool:
         """Whether the window is worth while for a learner: its push is on its way, or it trains,
         has announced none, and can finish a step within the window."""
-        waiting = round_.inbox.get(member.incarnation)
-        if waiting is not None and waiting.push is not None:
+        waiting = slot.inbox.get(member.incarnation)
+        if waiting is not None and waiting.announcement is not None:
             return waiting.is_coming and member.is_heard(now)
         # A learner whose step time is not known yet has just joined: it may be fast.
         return member.is_awaited(now) and member.step_s < window_s
 
-    def _window_s(self, round_: FragmentRound, quorum_at: float) -> float:
+    def _window_s(self, slot: FragmentRound, quorum_at: float) -> float:
         """Seconds that a round waits after its quorum for learners that may still come: the time
         that their overlap hides from them (Decoupled DiLoCo, Eq. 3), or one launch spacing where
         that is longer."""
         overlap_s = self.state.settings.overlap_steps * self.state.xi_s
-        hidden_s = overlap_s - (quorum_at - round_.launched_at) - self.sync_s
+        hidden_s = overlap_s - (quorum_at - slot.launched_at) - self.sync_s
         return max(GAMMA * hidden_s, self._spacing_s)
 
     # Merge.
 
     def _merge(self, fragment: int, reason: str, now: float) -> None:
-        round_ = self.state.rounds[fragment]
-        self.move(round_, Step.DUE)
-        round_.taken = self.pushes.take(fragment)
-        round_.due_at = now
-        assert round_.taken, "a round is merged from at least one push"
+        slot = self.state.rounds[fragment]
+        self.move(slot, Step.DUE)
+        slot.taken = self.pushes.take(fragment)
+        slot.due_at = now
+        assert slot.taken, "a round is merged from at least one push"
         self.state.effects.append(
             ev.MergeRound(
                 Round(
                     fragment=fragment,
                     version=self.state.heads[fragment] + 1,
-                    contributions=round_.taken,
+                    contributions=slot.taken,
                     policy=self.state.config.policy,
                     period_s=self.state.period_s,
                     reason=reason,
@@ -223,10 +223,10 @@ class Rounds:
         """Nothing has changed. If one push is to blame, it is refused and the others are merged
         without it: one learner must not keep the work of all out. Else all are refused; what a
         refused push holds travels with the next one."""
-        round_ = self.state.rounds[due.fragment]
-        refused = round_.taken
+        slot = self.state.rounds[due.fragment]
+        refused = slot.taken
         if isinstance(error, NotFinite):
-            refused = tuple(push for push in round_.taken if push.order == error.longest.order)
+            refused = tuple(push for push in slot.taken if push.order == error.longest.order)
         self.state.note(
             "merge_failed",
             f"fragment {due.fragment}: {error}",
@@ -246,11 +246,11 @@ class Rounds:
             member = self.state.members.of(push.incarnation)
             if member is not None:
                 self.pushes.refuse(member, due.fragment, push.push_id, refusal)
-        round_.taken = tuple(push for push in round_.taken if push not in refused)
-        if round_.taken:
-            self.state.effects.append(ev.MergeRound(replace(due, contributions=round_.taken)))
+        slot.taken = tuple(push for push in slot.taken if push not in refused)
+        if slot.taken:
+            self.state.effects.append(ev.MergeRound(replace(due, contributions=slot.taken)))
         else:
-            self.move(round_, Step.FAILED)
+            self.move(slot, Step.FAILED)
 
     # Commit.
 
@@ -261,29 +261,29 @@ class Rounds:
 
     def disk_failed(self, fragment: int, error: Exception) -> None:
         """Publishing waits for the disk; training goes on."""
-        round_ = self.state.rounds[fragment]
-        assert round_.stage is Stage.COMMITTING, round_
-        if not round_.disk_error:
+        slot = self.state.rounds[fragment]
+        assert slot.stage is Stage.COMMITTING, slot
+        if not slot.disk_error:
             self.state.note(
                 "disk_failed",
                 f"fragment {fragment} cannot be written, nothing of it is published: {error}",
                 warning=True,
                 fragment=fragment,
             )
-        round_.disk_error = str(error) or type(error).__name__
+        slot.disk_error = str(error) or type(error).__name__
 
     # Publish.
 
     def durable(self, fragment: int, now: float) -> None:
-        """The version exists: the only place where heads, clock and merged ids change."""
+        """The version exists: after version 0, heads, clock and merged ids change here alone."""
         state = self.state
-        round_ = state.rounds[fragment]
-        self.move(round_, Step.DURABLE)
+        slot = state.rounds[fragment]
+        self.move(slot, Step.DURABLE)
         state.heads[fragment] += 1
-        state.clock.count(sum(push.tokens for push in round_.taken), now)
-        for push in round_.taken:
-            round_.merged.pop(push.incarnation, None)  # The newest merge stands last.
-            round_.merged[push.incarnation] = push.push_id
+        state.clock.count(sum(push.tokens for push in slot.taken), now)
+        for push in slot.taken:
+            slot.merged.pop(push.incarnation, None)  # The newest merge stands last.
+            slot.merged[push.incarnation] = push.push_id
             member = state.members.of(push.incarnation)
             if member is not None:
                 member.merged_tokens += push.tokens
@@ -292,36 +292,36 @@ class Rounds:
                 # together with those.
                 member.merged_at = member.moved_at = now
         # As many as a STATE can tell of; the store knows the others.
-        while len(round_.merged) > msg.LEARNERS_MAX:
-            del round_.merged[next(iter(round_.merged))]
+        while len(slot.merged) > msg.LEARNERS_MAX:
+            del slot.merged[next(iter(slot.merged))]
 
         self.merges += 1
-        self.contributions += len(round_.taken)
-        if round_.disk_error:
+        self.contributions += len(slot.taken)
+        if slot.disk_error:
             state.note("disk_works", f"fragment {fragment} is written", fragment=fragment)
         else:
-            self.sync_s += SYNC_SHARE * (now - round_.due_at - self.sync_s)
-        round_.taken = ()
-        round_.disk_error = ""
+            self.sync_s += SYNC_SHARE * (now - slot.due_at - self.sync_s)
+        slot.taken = ()
+        slot.disk_error = ""
         state.effects.append(ev.Publish(fragment, state.heads[fragment]))
 
-    def move(self, round_: FragmentRound, step: Step) -> None:
+    def move(self, slot: FragmentRound, step: Step) -> None:
         """Takes a round from one stage to another."""
         before, after = step.value
-        assert round_.stage is before, f"{step.name} in stage {round_.stage.name}"
-        round_.stage = after
+        assert slot.stage is before, f"{step.name} in stage {slot.stage.name}"
+        slot.stage = after
         # Learners push only to rounds that they believe are open: each change is told at once.
         if Stage.COLLECTING in (before, after):
             self.state.beat_wanted = True
 
     def check(self) -> None:
         assert self.state.in_flight() <= IN_FLIGHT_MAX
-        for fragment, round_ in enumerate(self.state.rounds):
-            assert bool(round_.taken) == (round_.stage in (Stage.MERGING, Stage.COMMITTING)), round_
-            order = [push.order for push in round_.taken]
-            assert order == sorted(set(order)), round_
-            assert not round_.disk_error or round_.stage is Stage.COMMITTING, round_
-            for incarnation, waiting in round_.inbox.items():
+        for fragment, slot in enumerate(self.state.rounds):
+            assert bool(slot.taken) == (slot.stage in (Stage.MERGING, Stage.COMMITTING)), slot
+            order = [push.order for push in slot.taken]
+            assert order == sorted(set(order)), slot
+            assert not slot.disk_error or slot.stage is Stage.COMMITTING, slot
+            for incarnation, waiting in slot.inbox.items():
                 assert waiting.incarnation == incarnation and waiting.fragment == fragment
-                assert waiting.push_id > round_.newest_id(incarnation), waiting
+                assert waiting.push_id > slot.newest_id(incarnation), waiting
                 assert waiting.checked <= waiting.transfer.here, waiting

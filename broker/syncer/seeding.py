@@ -191,7 +191,7 @@ class Seeding:
             self.state.members.disconnect(seeder)
 
     def waiting_for(self, now: float) -> str:
-        """Words for the status."""
+        """Words for the status: on whom, or on what, the beginning of the run waits."""
         if self.state.heads:
             return (
                 f"learners: {len(self.state.members.heard(now))} of "

@@ -89,7 +89,7 @@ class Clock:
 
 
 @dataclass(eq=False)
-class WaitingPush:
+class InboxPush:
     """A push that is here or on its way; at most one per incarnation and fragment. Its payloads are
     the pipeline's."""
 
@@ -100,24 +100,25 @@ class WaitingPush:
     transfer: Transfer
     checked: int = 0
     """Chunks that are here, decode and are finite."""
-    push: msg.Push | None = None
-    """The announcement; it travels on another connection and may come after the first chunks."""
+    announcement: msg.Push | None = None
+    """Its announcement; it travels on another connection and may come after the first chunks."""
     announced_at: float = 0.0
 
     @property
     def is_here(self) -> bool:
         """A contribution: announced, complete and checked."""
-        return self.push is not None and self.checked == self.transfer.chunks
+        return self.announcement is not None and self.checked == self.transfer.chunks
 
     @property
     def is_coming(self) -> bool:
         """Announced, and not here yet."""
-        return self.push is not None and self.checked < self.transfer.chunks
+        return self.announcement is not None and self.checked < self.transfer.chunks
 
 
 @dataclass(eq=False)
 class FragmentRound:
-    """The round of one fragment, and the pushes that wait for it or for the next one."""
+    """The slot of one fragment, in which its rounds follow each other, and the pushes that wait for
+    the present round or for the next one."""
 
     merged: dict[str, int] = field(default_factory=dict[str, int])
     """Incarnation -> newest merged push id, the newest merge last."""
@@ -125,14 +126,14 @@ class FragmentRound:
     launched_at: float = 0.0
     quorum_at: float | None = None
     due_at: float = 0.0
-    inbox: dict[str, WaitingPush] = field(default_factory=dict[str, WaitingPush])
+    inbox: dict[str, InboxPush] = field(default_factory=dict[str, InboxPush])
     """By incarnation."""
     taken: tuple[Contribution, ...] = ()
     """Pushes that the round on its way holds, without chunks."""
     disk_error: str = ""
     """Why the commit is being tried again."""
 
-    def here(self) -> list[WaitingPush]:
+    def here(self) -> list[InboxPush]:
         return [waiting for waiting in self.inbox.values() if waiting.is_here]
 
     def newest_id(self, incarnation: str) -> int:
@@ -143,8 +144,8 @@ class FragmentRound:
 
 @dataclass(eq=False)
 class State:
-    """All that more than one module reads, and the effects that more than one module makes. Heads,
-    clock and merged ids change in `Rounds.durable` only."""
+    """All that more than one module reads, and the effects that more than one module makes. After
+    version 0, heads, clock and merged ids change in `Rounds.durable` only."""
 
     config: BrokerConfig
     epoch: str
@@ -205,7 +206,7 @@ class State:
         self.state_chunks = [each.chunk_count(settings.state_chunk_elements) for each in table]
         """Chunks of a STATE or of version 0, per fragment."""
 
-    def turn(self, phase: msg.Phase) -> None:
+    def enter(self, phase: msg.Phase) -> None:
         """Goes on to the next phase, and has everybody told."""
         assert (self.phase, phase) in pairwise(msg.Phase), f"{phase.name} after {self.phase.name}"
         self.phase = phase
@@ -226,9 +227,7 @@ class State:
 
     def collecting(self) -> list[int]:
         return [
-            fragment
-            for fragment, round_ in enumerate(self.rounds)
-            if round_.stage is Stage.COLLECTING
+            fragment for fragment, slot in enumerate(self.rounds) if slot.stage is Stage.COLLECTING
         ]
 
     def absent(self, fragment: int, now: float) -> list[Member]:

@@ -100,9 +100,9 @@ def _state(member: Member, now: float) -> str:
 def waiting_for(state: State, seeding: Seeding, ending: Ending, now: float) -> list[str]:
     """Names what the run waits for, in words; empty if it just runs."""
     lines = [
-        f"the disk: fragment {fragment} cannot be written ({round_.disk_error})"
-        for fragment, round_ in enumerate(state.rounds)
-        if round_.disk_error
+        f"the disk: fragment {fragment} cannot be written ({slot.disk_error})"
+        for fragment, slot in enumerate(state.rounds)
+        if slot.disk_error
     ]
     newest = list(state.strangers.values())[-NAMED_MAX:]
     lines += [f"its operator: {text}" for text, seen_at in newest if now < seen_at + STRANGER_S]
@@ -161,7 +161,7 @@ def _hints(state: State, member: Member, now: float) -> dict[str, str]:
 
 def _no_data(state: State, member: Member, now: float) -> str:
     """A hint where to look if a learner's pushes are announced and bring no data; "" if they do."""
-    waiting = [round_.inbox.get(member.incarnation) for round_ in state.rounds]
+    waiting = [slot.inbox.get(member.incarnation) for slot in state.rounds]
     announced_at = [each.announced_at for each in waiting if each and each.is_coming]
     if not announced_at or not member.is_heard(now):
         return ""

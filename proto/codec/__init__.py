@@ -128,23 +128,23 @@ def encode_push(
     if coder.coded:
         scales = piece_scales(published, fragment.bounds, rho, subtrahend=local)
     for index, place, bounds, pieces in _cuts(fragment, chunk_elements):
-        new = read_only(published[place])
-        old = read_only(local[place])
+        minuend = read_only(published[place])
+        subtrahend = read_only(local[place])
         out = advanced[place]
         if coder.coded:
-            codes = empty_u8(new.size).view(np.int8)
+            codes = empty_u8(minuend.size).view(np.int8)
             own_scales = scales[pieces]
             largest = kernels.quantise_difference(
-                new, old, bounds, own_scales, np.float32(coder.limit), codes, out
+                minuend, subtrahend, bounds, own_scales, np.float32(coder.limit), codes, out
             )
             _check_finite(largest < kernels.INFINITE_BITS)
             yield _sealed(index, code_payload(coder, codes, bounds, own_scales))
         else:
             with np.errstate(over="ignore", invalid="ignore"):  # The result is refused below.
-                difference = new - old
+                difference = minuend - subtrahend
             _check_finite(all_finite(difference))
             if out.size:
-                kernels.add_nonzero(old, read_only(difference), out)
+                kernels.add_nonzero(subtrahend, read_only(difference), out)
             yield _sealed(index, float_payload(difference, bounds))
 
 

@@ -172,7 +172,7 @@ class Desk:
 
     def chunk(self, name: str, fragment: int, push_id: int, chunk: int) -> bool:
         """A chunk of a push comes; True if it was wanted."""
-        self.do(self.syncer.wants, self.header(name, fragment, push_id, chunk))
+        self.do(self.syncer.take_chunk, self.header(name, fragment, push_id, chunk))
         return bool(self.last)
 
     def checked(self, name: str, fragment: int, push_id: int, chunk: int) -> None:
@@ -194,7 +194,7 @@ class Desk:
     def seed_chunk(self, name: str, fragment: int, chunk: int) -> bool:
         """A chunk of version 0 comes; True if it was wanted."""
         header = self.header(name, fragment, 0, chunk)
-        self.do(self.syncer.wants, structs.replace(header, kind=msg.DataKind.SEED))
+        self.do(self.syncer.take_chunk, structs.replace(header, kind=msg.DataKind.SEED))
         return bool(self.last)
 
     def seed(self, name: str) -> None:

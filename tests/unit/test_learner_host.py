@@ -342,7 +342,7 @@ def test_what_is_of_no_use_any_more_does_not_leave_once_there_is_room(tmp_path: 
     assert len(host.sender) and host.deadline(stage.run.world.now) > stage.run.world.now
     stage.run.kill()
     stage.run.until(5.0)
-    part = next(part for part in host.session.parts if part.pushed is Pushed.WAITING)
+    part = next(part for part in host.session.parts if part.pushed is Pushed.ANNOUNCED)
     refusal = msg.Refuse("merge_failed", "m", fragment=part.index, push_id=part.push_id)
     host.control(encode_control(refusal), stage.run.world.now)
     stage.uplinks[0].is_full = False

@@ -30,7 +30,7 @@ class Watched:
         self.optimizer.step()
         self.watch.stepped()
         if adopt is not None:
-            self.watch.adopted()
+            self.watch.adopting()
             with torch.no_grad():
                 for tensor in self.model.parameters():
                     tensor.copy_(adopt(tensor))

@@ -101,7 +101,7 @@ LOCAL = list(ErrorCode)[list(ErrorCode).index(ErrorCode.BAD_DIGEST) :]
 
 STRUCTURES = (
     msg.RunSettings,
-    msg.PublishedCopy,
+    msg.CopyDigest,
     msg.LayoutEntry,
     msg.Layout,
     msg.Header,

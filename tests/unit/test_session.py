@@ -165,7 +165,7 @@ class Seat:
 
     def rest(self) -> None:
         """The training thread looks for something to adopt without making a step."""
-        self.session.join()
+        self.session.exchange_without_step()
         self.done()
 
     def wait(self, seconds: float) -> None:
@@ -316,7 +316,7 @@ def test_a_sign_that_the_connection_is_gone_leads_to_hello_until_a_welcome(sign:
         seat.told(epoch=EPOCH_2)
     (hello,) = seat.take(msg.Hello)
     assert hello.epoch == EPOCH and hello.run_id == "run"
-    assert hello.copies == (msg.PublishedCopy(4, 1004), msg.PublishedCopy(4, 1004))
+    assert hello.copies == (msg.CopyDigest(4, 1004), msg.CopyDigest(4, 1004))
     seat.told()  # A late Beat of the old connection is no Welcome.
     seat.wait(1.0)
     assert len(seat.take(msg.Hello)) == 1
@@ -629,7 +629,7 @@ def test_a_learner_goes_back_if_its_copy_was_damaged_when_the_new_life_compared(
     assert [(f.kind, f.version) for f in seat.take(msg.Fetch)] == [(STATE, 1)]
     assert seat.session.parts[0].base == 0 and seat.session.parts[0].push
     seat.restart(heads=(0, 0))
-    assert seat.take(msg.Hello)[-1].copies == (msg.PublishedCopy(-1, 0), msg.PublishedCopy(0, 1000))
+    assert seat.take(msg.Hello)[-1].copies == (msg.CopyDigest(-1, 0), msg.CopyDigest(0, 1000))
     seat.welcome(heads=(0, 0))
     assert seat.noted()[-1] == "went_back"
     assert seat.take(msg.Report)[-1].bases == (-1, 0)

@@ -25,7 +25,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"incarnation": incarnation("b")}, "bad_name", "own name"),
     ({"life": 2}, "name_in_use", "choose another name"),
     ({"run_id": "run-0"}, "wrong_run", "the right --state-dir: the learner trains on"),
-    ({"copies": (msg.PublishedCopy(0, 1),)}, "layout_differs", "number of fragments"),
+    ({"copies": (msg.CopyDigest(0, 1),)}, "layout_differs", "number of fragments"),
     ({"fingerprint": "0" * 32}, "layout_differs", "same model code"),
 ]
 
@@ -105,7 +105,7 @@ def test_a_connection_belongs_to_who_said_hello_last_and_a_learner_to_its_newest
 
 
 COPIES = tuple(
-    msg.PublishedCopy(version, digest) for version, digest in ((5, 50), (4, 41), (3, 30), (-1, 0))
+    msg.CopyDigest(version, digest) for version, digest in ((5, 50), (4, 41), (3, 30), (-1, 0))
 )
 
 

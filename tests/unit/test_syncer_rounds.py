@@ -365,7 +365,7 @@ def test_a_push_that_comes_while_the_end_is_being_written_is_ignored() -> None:
     """Its learner has been told nothing yet of the end, so it does nothing wrong."""
     desk = Desk(configure(run={"goal_tokens": 1000}), recovered=resumed())
     desk.commits = False
-    desk.hello("a", copies=(msg.PublishedCopy(5, 99),) * 4)
+    desk.hello("a", copies=(msg.CopyDigest(5, 99),) * 4)
     desk.pass_(35.0, "a", finished=(0, 1, 2, 3))
     assert desk.take(ev.CommitEnd)
     desk.push("a", 0, 1)

@@ -35,7 +35,7 @@ BEAT = msg.Beat(EPOCH, msg.Phase.RUNNING, (0,), (0,), 12.5, 0, 0.0, 2e9, (254026
 CONTROL: tuple[msg.ControlMessage, ...] = (
     msg.Hello(
         msg.PROTOCOL, "site-a/0", INCARNATION, RUN_ID, EPOCH,
-        fingerprint="9ebf5dfae183ed17a71a3a11d820e2d7", copies=(msg.PublishedCopy(-1, 0),),
+        fingerprint="9ebf5dfae183ed17a71a3a11d820e2d7", copies=(msg.CopyDigest(-1, 0),),
     ),
     msg.Welcome(
         RUN_ID, msg.Role.ADOPT, settings=msg.RunSettings(fragments=1, streams=1),
@@ -157,7 +157,7 @@ def test_the_envelope_names_version_and_size(frames: list[bytes], told: str) -> 
 
 
 def test_the_largest_messages_fit_their_bounds() -> None:
-    copies = (msg.PublishedCopy(msg.VERSION_MAX, 2**64 - 1),) * msg.FRAGMENTS_MAX
+    copies = (msg.CopyDigest(msg.VERSION_MAX, 2**64 - 1),) * msg.FRAGMENTS_MAX
     hello = msgspec.structs.replace(CONTROL[0], copies=copies)
     assert len(wire.encode_control(hello)[1]) <= msg.CONTROL_UP_BYTES_MAX
     longest = "a" * 48 + "/" + "b" * 15 + ".01234567"
