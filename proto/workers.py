@@ -60,7 +60,9 @@ class Workers:
         """Drains, and closes the wake pipe. A second call is harmless."""
         self.drain()
         with self._closing:
-            if self._write_fd >= 0:
+            write_fd = self._write_fd
+            # First: a signal handler that wakes the loop may come between any two lines.
+            self._write_fd = -1
+            if write_fd >= 0:
                 os.close(self.wake_fd)
-                os.close(self._write_fd)
-                self._write_fd = -1
+                os.close(write_fd)

@@ -274,9 +274,13 @@ class BrokerSockets:
 
     def _received(self, socket: Socket) -> Iterator[Received]:
         """Messages that wait at a socket, a bounded number."""
+        room = SURPLUS_PER_TURN
         for _ in range(MESSAGES_PER_TURN):
-            if socket in self._in_surplus and not self._throw_away(socket):
-                return
+            while socket in self._in_surplus:
+                if room == 0:
+                    return
+                room -= 1
+                self._throw_away(socket)
             try:
                 frames = [socket.recv(zmq.NOBLOCK, copy=False)]
             except zmq.Again:
@@ -302,14 +306,12 @@ class BrokerSockets:
                 why = f"it sent a message of more than {FRAMES_MAX} frames"
                 self._keep_out(self.door, key, why)
 
-    def _throw_away(self, socket: Socket) -> bool:
-        """Reads on in a message that is too long. True: it is over."""
-        for _ in range(SURPLUS_PER_TURN):
-            if not socket.getsockopt(zmq.RCVMORE):
-                self._in_surplus.remove(socket)
-                return True
+    def _throw_away(self, socket: Socket) -> None:
+        """Reads a frame of a message that is too long."""
+        if socket.getsockopt(zmq.RCVMORE):
             socket.recv()
-        return False
+        else:
+            self._in_surplus.remove(socket)
 
     # -- the end
 

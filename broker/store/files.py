@@ -176,9 +176,10 @@ class Packs:
 
     def _open_next(self) -> None:
         self.close()
-        self.number = 1 + max(
-            (int(path.stem) for path in self.folder.glob("*.pack")), default=self.number
-        )
+        # A number that was set aside is not used again: that pack may be put back.
+        aside = self.folder.parent.glob("newer-*/*.pack")
+        numbers = [int(path.stem) for path in (*self.folder.glob("*.pack"), *aside)]
+        self.number = 1 + max(numbers, default=self.number)
         self._begin = 0
         self._fd = os.open(
             self.path(self.number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600

@@ -45,6 +45,8 @@ from narrows.proto.messages import TOKENS_MAX, Layout, Phase
 from narrows.proto.wire import name_of
 
 LOCK: Final = "lock"
+LIFE_AT: Final = 21
+"""Place in that file of the newest life's number; before it stands the process that has it."""
 """The file that the broker of a state directory holds."""
 
 SQLITE_MAGIC: Final = b"SQLite format 3\0"
@@ -137,12 +139,12 @@ class Store(History):
             "SELECT fragment, max(version) AS head FROM rounds GROUP BY fragment ORDER BY fragment"
         )
         heads = {row["fragment"]: row["head"] for row in rows}
-        is_older = self._is_older_copy(heads)
         with self._lock:
             with database_errors(self.file), self._db as db:
                 (begun,) = db.execute(
                     "INSERT INTO lives (at) VALUES (:at) RETURNING life", {"at": now_unix}
                 ).fetchall()
+            is_older = self._begin_life(begun["life"]) or self._has_newer_state(heads)
             run = self.run
             states = tuple(self._begin_at(fragment, notes) for fragment in range(run.fragments))
             aside = Path(mkdtemp(prefix="newer-", dir=self.folder)) if is_older else None
@@ -360,7 +362,16 @@ class Store(History):
             {"kept": INCARNATIONS_KEPT},
         )
 
-    def _is_older_copy(self, heads: Mapping[int, int]) -> bool:
+    def _begin_life(self, life: int) -> bool:
+        """Writes the life's number beside the database, durable. True: a life with this number or a
+        later one has begun before, so an older `run.db` was put back."""
+        before = os.pread(self._lock_fd, 20, LIFE_AT).strip()
+        os.pwrite(self._lock_fd, f"{life:<20}".encode(), LIFE_AT)
+        if self._packs.durable:
+            os.fsync(self._lock_fd)
+        return before.isdigit() and int(before) >= life
+
+    def _has_newer_state(self, heads: Mapping[int, int]) -> bool:
         """Whether a whole state is here of a version without a row. No crash leaves one: the row is
         durable before the state is written. But an older `run.db` may have been put back."""
         for path in self.folder.glob("fragments/*.safetensors"):
@@ -424,8 +435,7 @@ def _take_folder(folder: Path, undo: ExitStack) -> int:
         fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         undo.callback(os.close, fd)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(fd, 0)
-        os.write(fd, f"{os.getpid()}\n".encode())
+        os.pwrite(fd, f"{os.getpid():<{LIFE_AT - 1}}\n".encode(), 0)
         return fd
     except BlockingIOError as error:
         raise StateError(

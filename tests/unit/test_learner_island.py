@@ -108,7 +108,7 @@ def test_a_copy_that_is_taken_outright_has_the_published_bits() -> None:
 
 
 def test_parameters_that_are_not_finite_are_not_pushed_from_a_gpu() -> None:
-    """Holds `DeviceSnapshot.encode`."""
+    """Holds `encode_on_device`."""
     model = Model(device=GPU)
     island = TorchIsland(Parameters(model), on_device=True)
     old = filled(island, np.zeros(FRAGMENT.elements, np.float32))

@@ -18,7 +18,7 @@ from narrows.proto.layout import build_table
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("proto", "broker", "learner", "bench")
 
-STATEMENTS_MAX = {"proto": 1993, "broker": 4020, "learner": 2195, "bench": 3150, "tests": 7640}
+STATEMENTS_MAX = {"proto": 1993, "broker": 4030, "learner": 2195, "bench": 3150, "tests": 7660}
 """Statements of a folder without docstrings. Lines are free: a cap of lines packs the code.
 To record inputs and play them again has an allowance of its own in these numbers."""
 

@@ -378,6 +378,31 @@ def test_what_no_start_needs_is_removed(run: Run, monkeypatch: pytest.MonkeyPatc
     assert rows(run.folder) == 20, "the history stays"
 
 
+def test_an_older_database_alone_costs_no_newer_pack(run: Run) -> None:
+    """Holds `Store._begin_life`: without a newer state the number of the life tells it."""
+    file = run.folder / "run.db"
+    run.rounds(1)
+    with closing(reader(run.folder)) as db, closing(sqlite3.connect(run.folder / "older")) as copy:
+        db.backup(copy)
+    run.store.close()
+    run.store = Store(run.folder)
+    run.store.recover(2.0)
+    run.rounds(2)
+    run.store.close()
+    file.rename(run.folder / "newer")
+    (run.folder / "older").rename(file)
+    with closing(Store(run.folder)) as store:
+        (note,) = store.recover(3.0).notes
+        store._packs.append([[b"x"]])
+    (aside,) = run.folder.glob("newer-*")
+    assert "1 of its files" in note
+    (pack,) = aside.iterdir()
+    assert not (run.folder / "packs" / pack.name).exists(), "its number is not used again"
+    (run.folder / "newer").rename(file)
+    pack.rename(run.folder / "packs" / pack.name)
+    run.starts_again()
+
+
 def test_an_older_database_alone_costs_no_newer_file(run: Run) -> None:
     """The states and packs that its rows do not know are set aside, and fit the newer one again."""
     file, older, newer = (run.folder / name for name in ("run.db", "older.db", "newer.db"))
