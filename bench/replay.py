@@ -68,8 +68,10 @@ def _replay(head: dict[str, Any], *lines: list[Any]) -> None:
             if played != line:
                 print(f"DIFFERS. Played now, it decides:{_text(played[4:])}")
                 raise fault(f"input {number}", expected="the recorded decisions", got="others")
+    verdict = f"{len(inputs)} inputs were played, and all decisions are as recorded"
     if machine is None:
-        print(f"Not played: the {head['lost']} lines before these are not in the file")
+        verdict = f"Not played: the {head['lost']} lines before these are not in the file"
+    print(verdict)
 
 
 def _text(decided: list[Any]) -> str:

@@ -272,7 +272,8 @@ class Dial:
     def _altered(self) -> NarrowsError:
         return BrokerUnreachable(
             f"bytes of the connection to {self._address} were altered on their way",
-            remedy="it is dialled again. If that repeats: memory and devices along the path",
+            remedy="is it the control port, as the broker prints it? Then it is dialled again; if "
+            "that repeats: memory and devices along the path",
         )
 
     def _broken_off(self) -> NarrowsError:

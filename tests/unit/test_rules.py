@@ -18,7 +18,7 @@ from narrows.proto.layout import build_table
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("proto", "broker", "learner", "bench")
 
-STATEMENTS_MAX = {"proto": 1993, "broker": 4030, "learner": 2195, "bench": 3150, "tests": 7660}
+STATEMENTS_MAX = {"proto": 2000, "broker": 4040, "learner": 2200, "bench": 3155, "tests": 7665}
 """Statements of a folder without docstrings. Lines are free: a cap of lines packs the code.
 To record inputs and play them again has an allowance of its own in these numbers."""
 
@@ -39,7 +39,8 @@ def test_a_folder_stays_within_its_statements(folder: str) -> None:
     for path in modules(folder):
         nodes = ast.walk(ast.parse(path.read_text()))
         count += sum(isinstance(node, ast.stmt) and not is_docstring(node) for node in nodes)
-    assert count <= STATEMENTS_MAX[folder], f"{folder}: {count} statements"
+    most = STATEMENTS_MAX[folder]
+    assert count <= most, f"{folder}: {count} statements of {most}, see CONTRIBUTING, Layers"
 
 
 def test_every_module_says_first_what_it_is_for() -> None:
