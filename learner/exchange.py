@@ -130,6 +130,11 @@ class Exchange:
         with self.link.lock:
             self._boundary.perform(lambda: self._session.pause(reason), time.monotonic())
 
+    def drop_unpushed(self) -> None:
+        """The parameters are not this learner's own any more: nothing of them is pushed."""
+        with self.link.lock:
+            self._boundary.perform(self._session.drop_unpushed, time.monotonic())
+
     def finish(self, timeout_s: float | None) -> None:
         """Leaves: with the final model if the run has ended. Raises Unfinished, Refused."""
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s

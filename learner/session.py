@@ -358,7 +358,9 @@ class Session:
             self.effects.append(SendChunks(fetch.kind, fetch.fragment, fetch.push_id, fetch.chunks))
 
     def _take_refusal(self, refuse: msg.Refuse, now: float) -> None:
-        text = f"{refuse.code}: {refuse.message} {refuse.remedy}".rstrip()
+        text = f"{refuse.code}: {refuse.message}"
+        if refuse.remedy:
+            text += f". {refuse.remedy}"
         if refuse.push_id:
             if refuse.fragment < len(self.parts):
                 self.parts[refuse.fragment].give_up(refuse.push_id)
@@ -494,6 +496,20 @@ class Session:
         if self._leaving_at is None:
             self._leaving_at = self._moved_at = now
             self.pause("leaving")
+
+    @recorded
+    def drop_unpushed(self) -> None:
+        """The parameters hold something else than this learner's work, such as averaged weights:
+        the steps that no push has taken are lost, so that a learner that leaves pushes none."""
+        tokens = max((part.tokens for part in self.parts), default=0)
+        for part in self.parts:
+            part.drop_unpushed()
+        self._note(
+            "swapped",
+            "something else than the optimizer has changed the parameters since the last step, such"
+            f" as averaged or best weights: they are not pushed, and up to {tokens:,} tokens that"
+            " no push has taken are lost. Leave the block first, then swap weights in",
+        )
 
     @recorded
     def abandon(self) -> None:
