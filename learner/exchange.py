@@ -130,10 +130,10 @@ class Exchange:
         with self.link.lock:
             self._boundary.perform(lambda: self._session.pause(reason), time.monotonic())
 
-    def drop_unpushed(self) -> None:
-        """The parameters are not this learner's own any more: nothing of them is pushed."""
+    def disown(self) -> None:
+        """Others have changed the parameters, and the learner is about to leave: see `Session`."""
         with self.link.lock:
-            self._boundary.perform(self._session.drop_unpushed, time.monotonic())
+            self._boundary.perform(self._session.disown, time.monotonic())
 
     def finish(self, timeout_s: float | None) -> None:
         """Leaves: with the final model if the run has ended. Raises Unfinished, Refused."""

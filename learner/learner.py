@@ -128,7 +128,7 @@ class Learner:
             self._remove_hooks()
             self._watch.look_at_buffers()
             if self._watch.changed():
-                self._exchange.drop_unpushed()
+                self._exchange.disown()
             self._exchange.finish(self._leave_timeout_s)
         except BaseException:
             self._abort()

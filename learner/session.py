@@ -118,6 +118,7 @@ class Session:
         """The warnings of the present outage."""
         self._warned_given_up = False
         """The warning that work is given up, until no fragment is far behind any more."""
+        self._disowned = False
 
     # What the training thread asks.
 
@@ -498,9 +499,11 @@ class Session:
             self.pause("leaving")
 
     @recorded
-    def drop_unpushed(self) -> None:
-        """The parameters hold something else than this learner's work, such as averaged weights:
-        the steps that no push has taken are lost, so that a learner that leaves pushes none."""
+    def disown(self) -> None:
+        """The parameters are somebody else's work, such as averaged weights: none of them is pushed
+        and the steps that no push has taken are lost. Call before `leave`. They stay as they are,
+        but for the run's final model."""
+        self._disowned = True
         tokens = max((part.tokens for part in self.parts), default=0)
         for part in self.parts:
             part.drop_unpushed()
@@ -563,7 +566,7 @@ class Session:
         """Whether the parameters of a fragment move to its newest copy at this boundary."""
         if self.beat.phase is Phase.ENDED:  # They take the final model and no version before it.
             return part.tip == part.head >= 0 and part.standing is not Standing.FINAL
-        return part.can_adopt
+        return part.can_adopt and not self._disowned
 
     def _keep(self, part: FragmentSession) -> float:
         """The share of the unpushed work that an adoption keeps."""

@@ -435,6 +435,9 @@ def test_averaged_weights_that_are_swapped_in_before_the_block_is_left_are_not_p
             loop.model.load_state_dict(averaged.module.state_dict())
         ended = loop if goal else Loop(run.address, "site-b", tiny(1))
         if not goal:
+            swapped_in = averaged.module.state_dict()
+            left = loop.model.state_dict()
+            assert all(left[name].equal(tensor) for name, tensor in swapped_in.items())
             with ended.learner:
                 pass  # It has the run's model.
     pairs = zip(ended.model.parameters(), tiny().parameters(), strict=True)

@@ -802,16 +802,20 @@ def test_a_learner_that_leaves_with_foreign_weights_pushes_none_of_them(phase: P
     seat = waiting()
     seat.step(9)
     seat.told(phase=phase)
-    seat.session.drop_unpushed()
+    seat.session.disown()
     seat.leave()
     seat.rest()
     seat.publish(0, 1, 1)
     seat.rest()
-    assert not seat.take(Snapshot) and seat.noted().count("swapped") == 1
+    assert not seat.take((Snapshot, Adopt)) and seat.noted().count("swapped") == 1
     own, other = seat.session.parts
-    assert (own.merged_tokens + own.pushed_tokens, own.lost_tokens) == (8, 9)
-    assert own.pushed in (Pushed.NONE, Pushed.MERGED) and other.lost_tokens == 17
-    assert seat.session.ended is (phase is Phase.RUNNING)
+    assert own.pushed is Pushed.MERGED and own.push_id == 1, "but it is heard of"
+    assert (own.lost_tokens, other.lost_tokens) == (9, 17)
+    left = seat.session.ended
+    assert left is (phase is Phase.RUNNING)
+    seat.told(phase=Phase.ENDED)
+    seat.rest()
+    assert len(seat.take(Adopt)) == (0 if left else 2), "the final model is everybody's"
 
 
 def test_due_is_true_one_step_ahead_of_a_push_and_of_an_adoption_and_false_between_them() -> None:
