@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from narrows.broker.page.words import figures, learner_text, listed, run_line, seconds
 from narrows.broker.verdict import Verdict, verdict
-from narrows.proto.messages import LearnerState, LearnerStatus, Status
+from narrows.proto.messages import LearnerState, LearnerStatus, LineStatus, Status
 
 BIN_S: Final = 5.0
 """Seconds of one bar of a lane."""
@@ -62,7 +62,7 @@ class Line:
         self.points.append(point)
         self.fresh = [point]
         if len(self.points) > POINTS_MAX:
-            del self.points[::2]
+            del self.points[1::2]
             self._stride *= 2
 
 
@@ -84,7 +84,7 @@ class Lane:
 class History:
     """All that viewers see of a run."""
 
-    def __init__(self, curves: Mapping[str, Iterable[Point]] = {}) -> None:  # noqa: B006
+    def __init__(self, curves: Mapping[str, Iterable[Point]] = {}) -> None:
         """`curves` are (run tokens, loss) of each learner from before the page began."""
         self.status: Status | None = None
         self.verdict = Verdict("warning", "The broker has not been asked yet.", "")
@@ -179,10 +179,10 @@ class History:
 
         moved: dict[str, list[str]] = {}
         for name, learner in status.learners.items():
-            lane = self._lanes.get(name)
-            if lane is None:
-                lane = self._lanes[name] = Lane()
-                lane.begin_bin("?")
+            if name not in self._lanes:
+                self._lanes[name] = Lane()
+                self._lanes[name].begin_bin("?")
+            lane = self._lanes[name]
             letter = LETTERS.get(learner.state, "?")
             lane.states[-1] = letter
             lane.merged[-1] += _merged_pushes(name, before, learner)
@@ -267,15 +267,10 @@ class History:
         wire_bits = None
         if self._published_elements:
             wire_bits = 8 * self._down_bytes / self._published_elements
-        limits = {"up": status.line.total_up_limit, "down": status.line.total_down_limit}
         return head | {
             "run": run_line(status),
             "figures": figures(status, down_wire_bits_per_param=wire_bits),
-            "limits": [
-                {"name": f"limit {way}", "bits_per_s": limit}
-                for way, limit in limits.items()
-                if limit
-            ],
+            "limits": _limits(status.line),
             "fragments": [
                 [f"{index}: version {each.version}", _round_text(each.stage, each.pushes)]
                 for index, each in enumerate(status.fragments)
@@ -296,4 +291,12 @@ def _merged_pushes(name: str, before: Status | None, learner: LearnerStatus) -> 
 
 
 def _round_text(stage: str, pushes: int) -> str:
-    return "" if stage == "idle" else f"{stage}, {pushes} pushes"
+    return "" if stage == "idle" else f"{stage} {pushes}"
+
+
+def _limits(line: LineStatus) -> list[dict[str, Any]]:
+    """The budget of the broker's line, to be drawn beside what crosses it."""
+    limits = {"budget up": line.total_up_limit, "budget down": line.total_down_limit}
+    if line.total_up_limit == line.total_down_limit:
+        limits = {"budget, each way": line.total_up_limit}
+    return [{"name": name, "bits_per_s": limit} for name, limit in limits.items() if limit]

@@ -65,19 +65,23 @@ class Watcher:
         """Asks until it is cancelled."""
         while True:
             began = time.monotonic()
-            try:
-                self._take(await asyncio.to_thread(self._ask))
-            except NarrowsError as error:
-                self.history.failed(error.message, time.time())
-            # A viewer that has missed an event gets everything.
-            self.number += 2 if self.history.is_reshaped else 1
-            self.event = packed("change", self.history.change())
-            async with self.changed:
-                self.changed.notify_all()
+            await self.poll()
             status = self.history.status
             is_large = status is not None and len(status.learners) > LEARNERS_LARGE
             pause_s = POLL_LARGE_S if is_large else POLL_S
             await asyncio.sleep(max(0.0, began + pause_s - time.monotonic()))
+
+    async def poll(self) -> None:
+        """Asks once."""
+        try:
+            self._take(await asyncio.to_thread(self._ask))
+        except NarrowsError as error:
+            self.history.failed(error.message, time.time())
+        # A viewer that has missed an event gets everything.
+        self.number += 2 if self.history.is_reshaped else 1
+        self.event = packed("change", self.history.change())
+        async with self.changed:
+            self.changed.notify_all()
 
     def _take(self, status: Status) -> None:
         known = self.history.status
@@ -91,17 +95,18 @@ class Watcher:
         seen = self.number
         yield packed("all", self.history.everything())
         while True:
-            try:
-                async with asyncio.timeout(IDLE_S), self.changed:
-                    await self.changed.wait_for(lambda: self.number != seen)
-            except TimeoutError:
-                yield b": nothing new\n\n"
-                continue
-            if self.number == seen + 1:
-                yield self.event
-            else:
+            while self.number == seen:
+                try:
+                    async with asyncio.timeout(IDLE_S), self.changed:
+                        await self.changed.wait()
+                except TimeoutError:
+                    yield b": nothing new\n\n"
+            has_missed = self.number > seen + 1
+            seen = self.number  # Before the yield, which lasts as long as the viewer's line.
+            if has_missed:
                 yield packed("all", self.history.everything())
-            seen = self.number
+            else:
+                yield self.event
 
 
 def packed(kind: str, value: dict[str, Any]) -> bytes:

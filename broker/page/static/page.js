@@ -22,6 +22,10 @@ function element(name, className, text) {
   return Object.assign(document.createElement(name), { className, textContent: text });
 }
 
+function clock(at) {
+  return new Date(at * 1000).toLocaleTimeString([], { hourCycle: "h23" });
+}
+
 function cssName(word) {
   return word.replaceAll(" ", "-");
 }
@@ -42,13 +46,15 @@ function drawHead(said) {
     figure.append(element("dt", "", label), shown);
     return figure;
   }));
-  $("fragments").replaceChildren(...said.fragments.map(([text, busy]) => element("li", busy, text)));
+  $("fragments").replaceChildren(...said.fragments.map(([text, round]) => (
+    element("li", round ? "busy" : "", round ? `${text}, ${round}` : text)
+  )));
 }
 
 function drawNotices() {
   $("notices").replaceChildren(...seen.notices.toReversed().map(([at, text]) => {
     const item = element("li", "", "");
-    item.append(element("time", "", new Date(at * 1000).toLocaleTimeString()), text);
+    item.append(element("time", "", clock(at)), text);
     return item;
   }));
 }
@@ -70,7 +76,7 @@ function drawCharts() {
       { name: "down, to the learners", points: seen.rates.map(([at, , down]) => [at, mbits(down)]) },
     ],
     limits: seen.limits.map(({ name, bits_per_s }) => ({ name, value: mbits(bits_per_s) })),
-    formatX: (at) => new Date(at * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" }),
+    formatX: clock,
     fromZero: true,
     empty: "Nothing was measured yet.",
   });
@@ -169,7 +175,7 @@ function takeAll(said) {
       item.append(element("span", `mark ${cssName(word)}`, mark), ` ${word}`);
       return item;
     }),
-    element("span", "", `A bar is as high as the pushes merged in ${said.bin_s} s.`),
+    element("span", "", `Now is at the right. A bar is as high as the pushes merged in ${said.bin_s} s.`),
   );
   drawHead(said);
   drawNotices();
