@@ -116,8 +116,8 @@ class Session:
         self._leaving_at: float | None = None
         self._warned_offline: set[Note] = set()
         """The warnings of the present outage."""
-        self._warned_given_up = False
-        """The warning that work is given up, until no fragment is far behind any more."""
+        self._noted_given_up = False
+        """That work is given up, until no fragment is far behind any more."""
         self._disowned = False
 
     # What the training thread asks.
@@ -560,7 +560,7 @@ class Session:
                 self._push_id += 1
                 self.effects.append(part.snapshot(self._push_id))
         if all(part.head - part.base <= 1 for part in self.parts):
-            self._warned_given_up = False
+            self._noted_given_up = False
 
     def _adopts(self, part: FragmentSession) -> bool:
         """Whether the parameters of a fragment move to its newest copy at this boundary."""
@@ -576,17 +576,29 @@ class Session:
             return 1.0  # It is pushed whole at this very boundary.
         missed = part.tip - part.base
         if missed > 1 and part.standing is Standing.BASED:
-            if part.tokens and not self._warned_given_up:
-                self._warned_given_up = True
-                self._note(
-                    "given_up",
-                    f"{missed} versions came out without this learner: what it has learned and"
-                    f" not sent since, {part.tokens:,} tokens, is given up",
-                )
+            if part.tokens and not self._noted_given_up:
+                self._noted_given_up = True
+                self._note_given_up(part, missed)
             return 0.0  # Old work on an old point.
         if self.steps <= self.ramp_steps:
             return 0.0  # Steps of an optimizer that warms up.
         return 1.0 if self.stopping else self.settings.keep
+
+    def _note_given_up(self, part: FragmentSession, missed: int) -> None:
+        """Tells of the work that an adoption gives up. A pause of the machine that is no absence,
+        and a step that takes long because it compiles, are no trouble: they warn of nothing."""
+        text = (
+            f"{missed} versions came out without this learner: what it has learned and not sent"
+            f" since, {part.tokens:,} tokens, is given up"
+        )
+        period_s = self.beat.period_s
+        is_absence = missed * period_s >= timing.SILENT_S
+        if not is_absence:
+            text += (
+                f". In this run a version comes out every {period_s:.2g} s, so a short pause of the"
+                " machine costs that; where it happens often, raise fragments.sync_period_steps"
+            )
+        self._note("given_up", text, warning=is_absence and part.steps > 1)
 
     def _pushes(self, part: FragmentSession, steps_ahead: int = 0) -> bool:
         """Whether the unpushed work of a fragment becomes a push at this boundary, or after so many
