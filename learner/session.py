@@ -116,8 +116,8 @@ class Session:
         self._leaving_at: float | None = None
         self._warned_offline: set[Note] = set()
         """The warnings of the present outage."""
-        self._warned_given_up = False
-        """The warning that work is given up, until no fragment is far behind any more."""
+        self._noted_given_up = False
+        """That work is given up, until no fragment is far behind any more."""
         self._disowned = False
 
     # What the training thread asks.
@@ -566,13 +566,13 @@ class Session:
         for part in self.parts:
             if self._adopts(part):
                 keep = self._keep(part)
-                self._warn_given_up(part, keep)
+                self._note_given_up(part, keep)
                 self.effects.append(part.adopt(keep, final=self._has_ended))
             if self._pushes(part):
                 self._push_id += 1
                 self.effects.append(part.snapshot(self._push_id))
         if all(part.head - part.base <= 1 for part in self.parts):
-            self._warned_given_up = False
+            self._noted_given_up = False
 
     @property
     def _has_ended(self) -> bool:
@@ -596,16 +596,27 @@ class Session:
             return 0.0  # Steps of an optimizer that warms up.
         return 1.0 if self.stopping else self.settings.keep
 
-    def _warn_given_up(self, part: FragmentSession, keep: float) -> None:
-        """Once, until no fragment is far behind any more."""
+    def _note_given_up(self, part: FragmentSession, keep: float) -> None:
+        """Tells of the work that an adoption gives up: once, until no fragment is far behind any
+        more. A pause of the machine that is no absence, and a step that takes long because it
+        compiles, are no trouble: they warn of nothing."""
         is_given_up = keep == 0 and part.missed_versions and not self._has_ended
-        if is_given_up and part.tokens and not self._warned_given_up:
-            self._warned_given_up = True
-            self._note(
-                "given_up",
-                f"{part.tip - part.base} versions came out without this learner: what it has"
-                f" learned and not sent since, {part.tokens:,} tokens, is given up",
+        if not is_given_up or not part.tokens or self._noted_given_up:
+            return
+        self._noted_given_up = True
+        missed = part.tip - part.base
+        text = (
+            f"{missed} versions came out without this learner: what it has learned and not sent"
+            f" since, {part.tokens:,} tokens, is given up"
+        )
+        period_s = self.beat.period_s
+        is_absence = missed * period_s >= timing.SILENT_S
+        if not is_absence:
+            text += (
+                f". In this run a version comes out every {period_s:.2g} s, so a short pause of the"
+                " machine costs that; where it happens often, raise fragments.sync_period_steps"
             )
+        self._note("given_up", text, warning=is_absence and part.steps > 1)
 
     def _pushes(self, part: FragmentSession, steps_ahead: int = 0) -> bool:
         """Whether the unpushed work of a fragment becomes a push at this boundary, or after so many
