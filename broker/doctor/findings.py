@@ -23,7 +23,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found, in words; of a failure also what to do about it."""
+    """A verdict in words, and for a failure what to do about it."""
 
     verdict: Verdict
     text: str
