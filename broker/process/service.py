@@ -26,6 +26,7 @@ from narrows.broker.store import DiskFull, Store
 from narrows.broker.syncer.events import Finish, Note
 from narrows.proto.errors import ErrorCode, StateError, printable
 from narrows.proto.events import EventFile, write_inputs
+from narrows.proto.units import counted
 from narrows.proto.workers import Workers
 
 WORKERS: Final = 2
@@ -178,7 +179,8 @@ class LimitRepeats(logging.Filter):
         now = self._clock()
         if now >= self._since_s + REPEATS_S:
             if self._hidden:
-                record.msg = f"{record.getMessage()} ({self._hidden} lines were hidden)"
+                hidden = counted(self._hidden, "line")
+                record.msg = f"{record.getMessage()} (left out: {hidden})"
                 record.args = ()
             self._since_s = now
             self._hidden = 0
