@@ -16,7 +16,7 @@ HTTP = b"HTTP/1.0 400 Bad Request\r\n\r\n"
 
 
 def findings(narrows: Narrows, *arguments: str) -> dict[str, dict[str, str]]:
-    """What `narrows doctor ARGUMENTS` finds, by check; its exit code must say whether all is well,
+    """Runs `narrows doctor ARGUMENTS`; the findings by check. Its exit code must say whether all is well,
     and each failure must have a remedy."""
     code = narrows.run("doctor", *arguments, "--json")
     found = {row.pop("check"): row for row in json.loads(narrows.out)}
