@@ -710,7 +710,15 @@ class Session:
         self._reported = self._news
         paused, _, finished = self._reported
         bases = tuple(part.base for part in self.parts)
-        report = msg.Report(self.steps, self.tokens, self.loss, bases, paused, finished)
+        report = msg.Report(
+            steps=self.steps,
+            tokens=self.tokens,
+            loss=self.loss,
+            bases=bases,
+            paused=paused,
+            lost_tokens=self.lost_tokens,
+            finished=finished,
+        )
         self.effects.append(report)
 
     def _announce(self, part: FragmentSession, now: float, after_s: float = 0.0) -> None:

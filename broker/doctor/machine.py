@@ -1,4 +1,4 @@
-"""Checks of the broker's own machine: state directory, disk, clock, keys."""
+"""Checks of the broker's own machine: state directory, disk, clock."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ from pathlib import Path
 from typing import Final
 
 from narrows.broker.cli.plan import STATE_BYTES
-from narrows.broker.config import BrokerConfig
 from narrows.broker.doctor.findings import Check, Finding, failed, ok, unknown
-from narrows.broker.process.door import listening_address
 from narrows.broker.store import History
 from narrows.broker.store.history import DATABASE
-from narrows.proto.keys import AllowList, read_broker_key
 from narrows.proto.units import Duration, Size, counted
 
 SYNCS: Final = 100
@@ -38,17 +35,14 @@ by which the newest round may lie in the future."""
 class Machine:
     """The place of a broker, whether it runs or not."""
 
-    config: BrokerConfig
+    folder: Path
+    """The state directory."""
     began: tuple[float, float]
     """Clock on the wall and monotonic clock, as the checks began."""
     params: int = 0
-    """Of the run's model, once it is known."""
+    """Parameters of the run's model, once it is known."""
     newest_at: float = -math.inf
     """When the newest round became durable, in seconds since 1970."""
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.config.broker.state_dir)
 
 
 def state_directory(machine: Machine) -> Finding:
@@ -126,26 +120,9 @@ def clock(machine: Machine) -> Finding:
     return ok("it goes, and the newest round lies before it")
 
 
-def keys(machine: Machine) -> Finding:
-    """The address is protected, and somebody is admitted."""
-    section = machine.config.broker
-    listening_address(
-        section.listen, has_keys=bool(section.keys), insecure=section.insecure, flag="--keys"
-    )
-    if not section.keys:
-        return ok("no keys, and none are needed where it listens")
-    folder = Path(section.keys)
-    read_broker_key(folder)
-    sites = AllowList.read(folder).sites
-    if not sites:
-        return failed(f"{folder} admits nobody", "narrows keys allow 'LINE', with a site's line")
-    return ok(f"{counted(len(sites), 'site')} admitted: {', '.join(sites)}")
-
-
 CHECKS: Final = (
     Check("state directory", state_directory),
     Check("room", room),
     Check("disk", disk),
     Check("clock", clock),
-    Check("allow list", keys),
 )

@@ -2,22 +2,26 @@
 
 import json
 import socket
+import threading
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 from cli_cases import Narrows
-from run_cases import admitted, broker, stranger
+from run_cases import admitted, broker, stranger, tiny, train
 
+from narrows.bench.kit.processes import wait_until
 from narrows.broker.doctor.findings import Check, examine, failed, ok, unknown
+from narrows.learner import Learner
 from narrows.proto.keys import AllowList, SiteKey, new_pair, write_site_key
 
 HTTP = b"HTTP/1.0 400 Bad Request\r\n\r\n"
 
 
 def findings(narrows: Narrows, *arguments: str) -> dict[str, dict[str, str]]:
-    """Runs `narrows doctor ARGUMENTS`; the findings by check. Its exit code must say whether all is well,
-    and each failure must have a remedy."""
+    """Runs `narrows doctor ARGUMENTS`; the findings by check. Its exit code must say whether all is
+    well, and each failure must have a remedy."""
     code = narrows.run("doctor", *arguments, "--json")
     found = {row.pop("check"): row for row in json.loads(narrows.out)}
     ills = [each for each in found.values() if each["verdict"] == "failed"]
@@ -115,3 +119,29 @@ def test_the_wrong_key_of_the_broker_and_a_key_that_is_not_admitted(
             found = findings(narrows, "--broker", run.address, "--key", str(key))
     assert ills(found) == ["key admitted"]
     assert "narrows keys allow" in found["key admitted"]["remedy"]
+
+
+def test_a_run_that_is_well(narrows: Narrows, tmp_path: Path) -> None:
+    """Every check is made and none fails, at the site and at the broker."""
+    key = admitted(tmp_path)
+    model = tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    over = threading.Event()
+    with broker(tmp_path, broker__keys=str(tmp_path / "keys")) as run:
+
+        def learn() -> None:
+            with Learner(model, optimizer, broker=run.address, key=key) as learner:
+                train(learner, model, optimizer, until=over.is_set)
+
+        thread = threading.Thread(target=learn)
+        thread.start()
+        try:
+            wait_until(lambda: run.events("merged"), "a merge")
+            given = ["--broker", run.address, "--key", str(key), "--timeout-s", "2"]
+            for more in ((), ("--state-dir", str(tmp_path / "state"))):
+                found = findings(narrows, *given, *more)
+                assert {row["verdict"] for row in found.values()} == {"ok"}, found
+            assert "refused" not in {note["kind"] for note in run.events("note")}
+        finally:
+            over.set()
+            thread.join()
