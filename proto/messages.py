@@ -252,6 +252,8 @@ class Push(_Control, frozen=True):
     tokens: PushTokens
     """Tokens of this fragment that were unpushed at the snapshot."""
     steps: PushSteps
+    loss: float | None = None
+    """Mean training loss since the snapshot of this fragment before; None: none was logged."""
 
 
 class AskStatus(_Control, frozen=True):

@@ -7,6 +7,7 @@ from typing import Final
 
 from narrows import __version__
 from narrows.broker.config import BrokerConfig
+from narrows.broker.records import finite
 from narrows.broker.syncer.ending import Ending
 from narrows.broker.syncer.joining import STRANGER_S
 from narrows.broker.syncer.members import Member
@@ -178,7 +179,7 @@ def _learner(state: State, member: Member, announced_at: float | None, now: floa
         no_data_s=no_data_s,
         steps=told.steps,
         steps_per_s=1 / member.step_s if member.step_s else 0.0,
-        loss=told.loss if told.loss is not None and math.isfinite(told.loss) else None,
+        loss=finite(told.loss),
         # A Report may be a second old: tokens that it does not count may be merged already.
         logged_tokens=max(told.tokens, merged_tokens),
         merged_tokens=merged_tokens,
