@@ -16,7 +16,7 @@ from narrows.broker.store import History, Store
 from narrows.broker.store.history import Audit
 
 LOSSES = {1: 4.0, 2: math.nan, 3: 2.5}
-"""What the learner tells with the push of each version."""
+"""Version -> the loss that the learner tells with its push."""
 
 
 @pytest.fixture
