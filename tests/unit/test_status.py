@@ -12,7 +12,7 @@ import pytest
 from desk import configure, running
 from learner_cases import HandLearner, House, begun
 
-from narrows.broker.config import load_broker
+from narrows.broker.config import BrokerConfig, load_broker
 from narrows.broker.process.gauges import SAMPLE_S, Meter, Refusals
 from narrows.broker.process.service import Service
 from narrows.broker.syncer import events as ev
@@ -22,6 +22,7 @@ from narrows.proto import messages as msg
 from narrows.proto.wire import ENVELOPE, decode_control, plain
 
 EVERYBODY = configure(run={"mode": msg.Mode.STREAMING}, merge={"quorum": 0})
+BOTH = configure(merge={"quorum": 2})
 
 
 @pytest.fixture
@@ -32,12 +33,15 @@ def house(tmp_path: Path) -> House:
 # A learner without steps.
 
 
-@pytest.mark.parametrize(("steps_per_s", "after_s"), [(10.0, STALLED_S), (0.1, 200.0)])
+@pytest.mark.parametrize(
+    ("config", "steps_per_s", "after_s"),
+    [(EVERYBODY, 10.0, STALLED_S), (EVERYBODY, 0.1, 200.0), (BOTH, 10.0, STALLED_S)],
+)
 def test_a_learner_that_makes_no_steps_is_told_and_no_round_waits_for_it(
-    steps_per_s: float, after_s: float
+    config: BrokerConfig, steps_per_s: float, after_s: float
 ) -> None:
-    """Holds `Member.is_stalled` and `State.absent`."""
-    desk = running("a", "b", config=EVERYBODY, steps_per_s=steps_per_s)
+    """Holds `Member.is_stalled`, `Member.is_awaited` and `State.absent`."""
+    desk = running("a", "b", config=config, steps_per_s=steps_per_s)
     desk.pass_(20.0, "a", "b", steps_per_s=steps_per_s)  # The time of a step is known.
     made = int(desk.steps["b"])
     for push_id in range(1, int(after_s) - 1):
@@ -104,7 +108,7 @@ def test_the_last_merge_tells_why_it_was_then_and_of_whom() -> None:
 
 
 def test_the_quorum_says_for_how_long_it_is_short_and_nobody_trains() -> None:
-    desk = running("a", "b", config=configure(merge={"quorum": 2}))
+    desk = running("a", "b", config=BOTH)
     assert (desk.status.quorum.short_s, desk.status.quorum.idle_s) == (0.0, 0.0)
     desk.leave("b")
     desk.pass_(40.0, "a", steps_per_s=10)
