@@ -18,7 +18,7 @@ from typing import Final
 
 from narrows.learner.clock import RunClock, StepTimes
 from narrows.learner.effects import Adopt, Effect, Note, SendChunks, Snapshot
-from narrows.learner.fragment import FragmentSession, Pushed, Standing
+from narrows.learner.fragment import NO_LOSSES, FragmentSession, Pushed, Standing
 from narrows.proto import messages as msg
 from narrows.proto import timing
 from narrows.proto.errors import ErrorCode, NarrowsError, Refused
@@ -91,6 +91,7 @@ class Session:
         model."""
         self.steps = self.tokens = 0
         self.loss: float | None = None
+        self._losses = NO_LOSSES
         self.paused: str | None = None
         self.connected = False
         """A Welcome has come since the last sign that the connection is gone."""
@@ -448,6 +449,7 @@ class Session:
         self.steps += 1
         self.tokens += tokens
         self.loss = loss
+        self._losses = self._losses.with_one(loss)
         self._step_times.stepped(now)
         if self.beat.phase is Phase.RUNNING:
             self.heard_ending = False  # The step counts: the run goes on, with a larger goal.
@@ -570,7 +572,7 @@ class Session:
                 self.effects.append(part.adopt(keep, final=self._has_ended))
             if self._pushes(part):
                 self._push_id += 1
-                self.effects.append(part.snapshot(self._push_id))
+                self.effects.append(part.snapshot(self._push_id, self._losses))
         if all(part.head - part.base <= 1 for part in self.parts):
             self._noted_given_up = False
 
