@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import socket
+from collections import defaultdict
+from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from narrows.broker.asking import Asker
 from narrows.broker.cli.status import find_broker
+from narrows.broker.store.history import History as BrokerHistory
 from narrows.proto.config import parse_address
 from narrows.proto.errors import ConfigError
+
+if TYPE_CHECKING:
+    from narrows.broker.page.history import Point
 
 ANSWER_S = 2.0
 """A broker that has not answered for so long is shown as gone."""
@@ -58,12 +65,25 @@ def page(
         asker.close()
 
 
+def loss_curves(state_dir: Path) -> dict[str, list[Point]]:
+    """(run tokens, loss) of each learner in the broker's database, since version 0."""
+    curves = defaultdict[str, list[Point]](list)
+    with closing(BrokerHistory(state_dir)) as rounds:
+        for point in rounds.curve():
+            if point.loss is not None:
+                curves[point.learner].append((float(point.run_tokens), point.loss))
+    return curves
+
+
 def serve(asker: Asker, host: str, port: int, state_dir: Path | None) -> None:
     """Serves until the process is told to end."""
     import uvicorn
 
     from narrows.broker.page.history import History
     from narrows.broker.page.server import Watcher, application
+
+    if state_dir is not None:
+        loss_curves(state_dir)  # A folder that is none is told before a browser asks.
 
     def history() -> History:
         return History(loss_curves(state_dir) if state_dir else {})

@@ -87,7 +87,7 @@ class History:
     def __init__(self, curves: Mapping[str, Iterable[Point]] = {}) -> None:
         """`curves` are (run tokens, loss) of each learner from before the page began."""
         self.status: Status | None = None
-        self.verdict = Verdict("warning", "The broker has not been asked yet.", "")
+        self.verdict = Verdict("warning", "The broker has not been asked yet", "")
         self.is_answering = False
         self.is_reshaped = False
         """The newest Status takes something away: viewers need everything again."""
@@ -123,7 +123,7 @@ class History:
         self.is_answering = False
         self.verdict = Verdict(
             "bad",
-            f"The broker has not answered for {seconds(now - self._gone_at)}.",
+            f"The broker has not answered for {seconds(now - self._gone_at)}",
             f"{error}. Start it again with its state directory: learners train on meanwhile, and"
             " this page goes on by itself.",
         )

@@ -29,6 +29,7 @@ LAZY: Final = {
     "relay": ("broker.cli.relay:relay", "Pass publications on to the learners of a site."),
     "status": ("broker.cli.status:status", "Show the learners and the progress of a run."),
     "doctor": ("broker.cli.doctor:doctor", "Say what is wrong with a line, a run or its broker."),
+    "page": ("broker.cli.page:page", "Show a run in a browser, and serve its metrics."),
     "plan": ("broker.cli.plan:plan", "Say what a run will need: rates, memory, disk."),
     "keys": ("broker.cli.keys:keys", "Make, show, admit and revoke keys."),
     "journal": ("broker.cli.journal:journal", "Show, check or roll back a state directory."),
