@@ -80,10 +80,20 @@ class Adoption(NamedTuple):
     merged: bool
 
 
+class Prepared(NamedTuple):
+    """An adoption that is computed but for the parameters: params = out + keep * params."""
+
+    out: Any
+    """float32 (n,), in the form that the island computes with, and not written to. With keep 0 and
+    no push to subtract it is the new copy's `rounded` itself."""
+    keep: float
+
+
 class Island(Protocol):
     """The parameters of a learner, whatever holds them.
 
-    `copy` is called on a worker, everything else on the training thread between two steps.
+    `copy` and `prepare` may be called on any thread, everything else is called on the training
+    thread between two steps.
     """
 
     def copy(self, fragment: Fragment, values: F32) -> Copy:
@@ -101,9 +111,13 @@ class Island(Protocol):
         `published - parameters`, and raises LocalProtocolError NOT_FINITE."""
         ...
 
-    def adopt(self, fragment: Fragment, rule: Adoption) -> None:
-        """Moves the parameters in place by the rule of an adoption. With keep 0 and no push they
-        become equal to the new copy, whatever they were."""
+    def prepare(self, fragment: Fragment, rule: Adoption) -> Prepared:
+        """Computes all of an adoption that needs no parameters, and touches none."""
+        ...
+
+    def adopt(self, fragment: Fragment, prepared: Prepared) -> None:
+        """Moves the parameters in place, in one pass. With keep 0 they become equal to `out`, bit
+        for bit, whatever they were."""
 
 
 # The broker's disk.
