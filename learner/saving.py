@@ -18,7 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 LENGTH_BYTES: Final = 8
-"""Of the header's length, which begins the file. The header is padded to a multiple of it, so that
+"""Bytes of the header's length, which begins the file. The header is padded to a multiple of it, so that
 the tensors are aligned."""
 
 
