@@ -102,6 +102,7 @@ def what_an_evaluation_has_gathered_hides_nothing(folder: Path) -> None:
     evaluate(model)
     assert not isinstance(model.table.weight, DTensor), "the trap is set"
     parameters = Parameters(model)
+    assert all(isinstance(tensor, DTensor) for tensor in parameters.tensors)
     assert parameters.layout == Parameters(whole_model()).layout
     evaluate(model)
     adopted = whole_model()
