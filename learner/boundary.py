@@ -44,7 +44,7 @@ class Boundary:
         match task:
             case do.Move(effect, fragment, rule):
                 self.adopting(effect)
-                host.island.adopt(fragment, rule)
+                host.island.adopt(fragment, host.island.prepare(fragment, rule))
                 host.adopted(effect, rule.new)
             case do.TakeSnapshot(effect, fragment, published):
                 settings = host.session.settings

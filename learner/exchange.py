@@ -130,6 +130,11 @@ class Exchange:
         with self.link.lock:
             self._boundary.perform(lambda: self._session.pause(reason), time.monotonic())
 
+    def disown(self) -> None:
+        """Others have changed the parameters, and the learner is about to leave: see `Session`."""
+        with self.link.lock:
+            self._boundary.perform(self._session.disown, time.monotonic())
+
     def finish(self, timeout_s: float | None) -> None:
         """Leaves: with the final model if the run has ended. Raises Unfinished, Refused."""
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s

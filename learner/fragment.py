@@ -271,13 +271,17 @@ class FragmentSession:
         merged = self.pushed is Pushed.MERGED
         effect = Adopt(self.index, self.tip, self.push_id, keep, merged)
         if keep == 0:
-            self.lost_tokens += self.tokens
-            self.tokens = self.steps = 0
+            self.drop_unpushed()
         if merged:
             self._settle()
         self.base = self.tip
         self.standing = Standing.FINAL if final else Standing.BASED
         return effect
+
+    def drop_unpushed(self) -> None:
+        """No push will take the steps that none has taken yet: their tokens are lost."""
+        self.lost_tokens += self.tokens
+        self.tokens = self.steps = 0
 
     def snapshot(self, push_id: int) -> Snapshot:
         """Everything that no push has taken yet becomes one."""

@@ -5,18 +5,23 @@ an adoption. With `keep` from 0 to 1 and `push` as it was coded (0 without one):
 
     params = new + keep * (params - old + push) - (0 if merged else push)
 
+It is computed in two parts, the first of which needs no parameters:
+
+    out = new - keep * (old - push) - (0 if merged else push)        prepare
+    params = out + keep * params                                     adopt
+
 `params - old + push` is what was learned since the snapshot, and the rounding error of the code.
 So that error stays in the parameters and is in the next push again: there is no residual buffer. A
 push that waits stays whole; one that `new` holds has done its work. `old` and `new` are rounded to
 the parameters' precision, so that the rounding of bfloat16 never travels as progress. Streaming
 DiLoCo (arXiv 2501.18512) mixes so, too.
 
-The rule is one numba kernel here; learner/gpu.py has its twin in torch, with the same bits.
+Each part is one numba kernel here; learner/gpu.py has their twins in torch, with the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -26,10 +31,10 @@ from narrows.proto.codec import F32, empty_f32, encode_push, kernel, read_only, 
 from narrows.proto.codec import warm_up as warm_up_codecs
 from narrows.proto.layout import BLOCK, Fragment, Piece
 from narrows.proto.messages import DtypeName, RunSettings
-from narrows.proto.ports import Adoption, CodedPush, Copy
+from narrows.proto.ports import Adoption, CodedPush, Copy, Prepared
 
 SLICE: Final = 4 * BLOCK
-"""Elements adopted at once without a push; with one it is a chunk of it, decoded within cache."""
+"""Elements prepared at once without a push; with one it is a chunk of it, decoded within cache."""
 
 NO_PUSH: Final = read_only(np.empty(0, np.float32))
 
@@ -80,14 +85,24 @@ class HostIsland:
         local = self.read(fragment)
         return partial(encode_on_host, fragment, published.rounded, local, base, settings)
 
-    def adopt(self, fragment: Fragment, rule: Adoption) -> None:
-        """Moves the parameters in place by the rule of this module."""
+    def prepare(self, fragment: Fragment, rule: Adoption) -> Prepared:
+        """The first part of this module's rule."""
+        if is_copy(rule):
+            return Prepared(rule.new.rounded, 0.0)
+        return Prepared(prepare_on_host(fragment, rule), rule.keep)
+
+    def adopt(self, fragment: Fragment, prepared: Prepared) -> None:
+        """The second part. Parameters that are not float32 in host memory are read and written."""
         arrays = self._arrays(fragment)
         if arrays is not None:
-            adopt_on_host(fragment, arrays, rule)
+            for piece, array in zip(fragment.pieces, arrays, strict=True):
+                span = slice(piece.offset, piece.offset + piece.count)
+                _adopt(array, prepared.out[span], prepared.keep)
+        elif prepared.keep == 0:
+            self._source.write(fragment, prepared.out)
         else:
             values = self.read(fragment)
-            adopt_on_host(fragment, np.split(values, fragment.bounds[1:-1]), rule)
+            _adopt(values, prepared.out, prepared.keep)
             self._source.write(fragment, values)
 
     def _views(self, fragment: Fragment) -> list[Any]:
@@ -118,25 +133,36 @@ def encode_on_host(
     return CodedPush(base, codec, size, tuple(chunks))
 
 
+def is_copy(rule: Adoption) -> bool:
+    """Whether the parameters become the new copy, whatever they were."""
+    return rule.keep == 0 and (rule.push is None or rule.merged)
+
+
 @kernel
-def adopt_kernel(
-    params: F32, old: F32, new: F32, push: F32, keep: np.float32, merged: bool
-) -> None:
-    """The rule, in place. All are float32 (n,); `push` may be empty, which means 0."""
-    for i in range(params.size):
+def prepare_kernel(old: F32, new: F32, push: F32, keep: np.float32, merged: bool, out: F32) -> None:
+    """The first part of the rule. All are float32 (n,); `push` may be empty, which means 0."""
+    for i in range(out.size):
         mine = push[i] if push.size else np.float32(0.0)
         value = new[i]
-        # Without this test, 0 times a nan of the parameters would spoil the new copy.
+        # Without this test, 0 times a nan of the old copy would spoil the new one.
         if keep > np.float32(0.0):
-            value = value + keep * ((params[i] - old[i]) + mine)
-        params[i] = value if merged else value - mine
+            value = value - keep * (old[i] - mine)
+        out[i] = value if merged else value - mine
 
 
-def adopt_on_host(fragment: Fragment, views: Sequence[F32], rule: Adoption) -> None:
-    """The rule for a fragment whose pieces are `views`, float32 (count,), in host memory."""
+@kernel
+def adopt_kernel(params: F32, out: F32, keep: np.float32) -> None:
+    """The second part, in place, on float32 (n,)."""
+    for i in range(params.size):
+        params[i] = out[i] + keep * params[i]
+
+
+def prepare_on_host(fragment: Fragment, rule: Adoption) -> F32:
+    """The first part of the rule, float32 (n,), in host memory."""
     old = read_only(rule.old.rounded)
     new = read_only(rule.new.rounded)
     keep = np.float32(rule.keep)
+    out = empty_f32(fragment.elements)
     size = rule.push.chunk_elements if rule.push else SLICE
     scratch = empty_f32(min(size, fragment.elements))
     for chunk in range(fragment.chunk_count(size)):
@@ -145,18 +171,23 @@ def adopt_on_host(fragment: Fragment, views: Sequence[F32], rule: Adoption) -> N
         if rule.push is not None:
             rule.push.chunks[chunk].decoded.values(scratch[:count])
             push = read_only(scratch[:count])
-        bounds = fragment.spans(offset, count) + offset
-        for index, first, end in zip(
-            fragment.pieces_of(offset, count), bounds[:-1], bounds[1:], strict=True
-        ):
-            start = fragment.pieces[index].offset
-            params = views[index][first - start : end - start]
-            mine = push[first - offset : end - offset]
-            adopt_kernel(params, old[first:end], new[first:end], mine, keep, rule.merged)
+        place = slice(offset, offset + count)
+        prepare_kernel(old[place], new[place], push, keep, rule.merged, out[place])
+    return read_only(out)
+
+
+def _adopt(params: F32, out: F32, keep: float) -> None:
+    # Parameters that are not finite, times 0, would spoil what they become.
+    if keep == 0:
+        np.copyto(params, out)
+    else:
+        adopt_kernel(params, read_only(out), np.float32(keep))
 
 
 def warm_up() -> None:
     """Loads every kernel that a learner runs: one that is loaded later would hold training up."""
     warm_up_codecs()
     values = np.ones(2, np.float32)
-    adopt_kernel(values, read_only(values), read_only(values), NO_PUSH, np.float32(0.5), False)
+    half = np.float32(0.5)
+    prepare_kernel(read_only(values), read_only(values), NO_PUSH, half, False, values.copy())
+    adopt_kernel(values, read_only(values), half)

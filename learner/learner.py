@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,13 @@ from narrows.learner.site import join_target
 from narrows.learner.weights import WeightWatch
 
 Batch = TypeVar("Batch")
+
+HEALTH_NUMBERS: Final[Mapping[str, int]] = {
+    "connected": 0, "final": 0, "ended": 0, "joining": 1, "waiting": 1, "blocked": 2, "offline": 2,
+    "refused": 2,
+}  # fmt: skip
+"""Each word of `Learner.health` as `Learner.metrics` has it."""
+
 _log = logging.getLogger("narrows.learner")
 
 
@@ -85,8 +92,10 @@ class Learner:
         )
         self._log = StepLog()
         self._hooks: list[RemovableHandle] = []
-        self._entered = False
+        self._entered = self._closed = False
         self._progress = self._code_s = 0.0
+        self._measured = time.monotonic(), 0, 0
+        """When `metrics` was called last, and the bytes up and down until then."""
 
     def __enter__(self) -> Self:
         if self._entered:
@@ -112,16 +121,26 @@ class Learner:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is not None:
+        if error is not None or self._closed:
             self._abort()
             return
         try:
             self._remove_hooks()
             self._watch.look_at_buffers()
+            if self._watch.changed():
+                self._exchange.disown()
             self._exchange.finish(self._leave_timeout_s)
         except BaseException:
             self._abort()
             raise
+
+    def close(self) -> None:
+        """Leaves at once, as when the body raises: for a loop that another program owns. Steps that
+        were not pushed are lost. The learner makes no boundary any more and cannot be entered; a
+        second call, and leaving the block after it, are harmless."""
+        self._entered = self._closed = True
+        self._remove_hooks()
+        self._exchange.abort()
 
     def until_end(self, loader: Iterable[Batch]) -> Generator[Batch]:
         """Yields the loader's batches until it ends or `should_stop`; never starts it anew."""
@@ -162,7 +181,8 @@ class Learner:
                 raise misuse(
                     "the optimizer made a step without logged tokens",
                     remedy="Add before optimizer.step():"
-                    " learner.log(tokens=batch.numel(), loss=loss)",
+                    " learner.log(tokens=batch.numel(), loss=loss). Within Trainer or Lightning use"
+                    " narrows.integrations.transformers or narrows.integrations.lightning instead.",
                 )
             self._watch.stepped()
             try:
@@ -200,6 +220,12 @@ class Learner:
             if not step_tokens:
                 return 0.0
             return session.run_tokens(now) / step_tokens
+
+    @property
+    def goal_tokens(self) -> int:
+        """Tokens after which the run ends; 0 in a run without a goal, and before the block."""
+        with self._exchange.session() as (session, _):
+            return session.settings.goal_tokens
 
     @property
     def progress(self) -> float:
@@ -250,6 +276,29 @@ class Learner:
     def stats(self) -> dict[str, Any]:
         """Counters of the exchange; `code_s`: seconds of the training thread in our code."""
         return {**self._exchange.stats(), "code_s": self._code_s}
+
+    def metrics(self) -> dict[str, float]:
+        """The figures of a chart, for wandb.log, trackio.log or TensorBoard's add_scalar.
+
+        Tokens and steps are counts; `versions_behind` is that of the fragment that is furthest
+        behind; bits per second are those on the line since the last call. `health` is 0 where all
+        is well, 1 where the learner joins or waits, 2 for trouble: blocked, offline or refused.
+        """
+        now = time.monotonic()
+        stats = self.stats()
+        since, up_bytes, down_bytes = self._measured
+        self._measured = now, stats["up_bytes"], stats["down_bytes"]
+        bits_per_byte_s = 8 / max(now - since, 1e-3)
+        with self._exchange.session() as (session, _):
+            behind = max((part.head - part.base for part in session.parts), default=0)
+        figures = {
+            "run_tokens": self.run_tokens, "run_step": self.run_step, "progress": self.progress,
+            "merged_tokens": stats["merged_tokens"], "lost_tokens": stats["lost_tokens"],
+            "versions_behind": behind, "health": HEALTH_NUMBERS[self.health],
+            "up_bits_per_s": (stats["up_bytes"] - up_bytes) * bits_per_byte_s,
+            "down_bits_per_s": (stats["down_bytes"] - down_bytes) * bits_per_byte_s,
+        }  # fmt: skip
+        return {f"narrows/{name}": float(figure) for name, figure in figures.items()}
 
     def write_inputs(self) -> None:
         """Writes what this learner heard and decided last, for a report of a bug: beside the events

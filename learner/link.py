@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import secrets
 import threading
 import time
@@ -23,7 +24,7 @@ from narrows.learner.host import LearnerHost
 from narrows.learner.site import JoinTarget
 from narrows.learner.sockets import Sockets
 from narrows.proto.codec import F32
-from narrows.proto.errors import NarrowsError, Refused, printable
+from narrows.proto.errors import ErrorCode, LocalProtocolError, NarrowsError, Refused, printable
 from narrows.proto.events import EventFile, write_inputs
 from narrows.proto.keys import check_trust, read_site_key, servers_of
 from narrows.proto.messages import Header, Layout
@@ -41,6 +42,9 @@ DEAD_AGAIN_S: Final = 60.0
 """The trouble of dead sockets for data is told again after so long: each dialling meets it."""
 
 _log = logging.getLogger("narrows.learner")
+
+_open: Final[dict[tuple[int, str, str], Link]] = {}
+"""By process, broker and name, the learners between `start` and `close`."""
 
 
 class Link:
@@ -74,6 +78,8 @@ class Link:
         self._dialled_at = -math.inf
         self._told_at: dict[str, float] = {}
         """Trouble of sockets for data -> when it was told last."""
+        self._place = os.getpid(), target.broker, target.name
+        """A fork inherits the entries of `_open` and none of the threads: it is another process."""
         self._events_path = events
         self._events: EventFile | None = None
         self._said: deque[list[bytes]] = deque()
@@ -107,7 +113,14 @@ class Link:
     # The training thread.
 
     def start(self) -> None:
-        """Dials, and goes on in the background."""
+        """Dials, and goes on in the background. Raises LocalProtocolError MISUSE if another learner
+        of this process has the name: the broker would take it for another process."""
+        if _open.setdefault(self._place, self) is not self:
+            raise LocalProtocolError(
+                ErrorCode.MISUSE,
+                f"a Learner of the name {self.target.name} is still open in this process",
+                remedy="Leave its block, or call its close(), before another one joins.",
+            )
         if self._events_path is not None:
             self._events = EventFile(self._events_path)
         self._workers = Workers(1, "narrows-learner")
@@ -126,6 +139,8 @@ class Link:
             self._workers.close()
         if self._events is not None:
             self._events.close()
+        if _open.get(self._place) is self:
+            del _open[self._place]
 
     def raise_error(self) -> None:
         """Raises what the training thread must hear: the background thread has ended, or the broker

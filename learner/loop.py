@@ -99,8 +99,10 @@ def bare_optimizers(optimizer: Any) -> list[Optimizer]:
     """The torch optimizers in `optimizer`: one, a sequence of them, or a wrapper such as
     Accelerate's (`.optimizer`) or torchtitan's (`.optimizers`). Raises LocalProtocolError MISUSE.
     """
-    # Accelerate's wrapper is one by its type, but only lends the groups of the one that it wraps.
-    if isinstance(optimizer, Optimizer) and "param_groups" in vars(optimizer):
+    # Two wrappers are optimizers by their type. Accelerate's only lends the groups of the one that
+    # it wraps. torchtitan's has groups of its own, and its state is in those that it holds.
+    has_groups = isinstance(optimizer, Optimizer) and "param_groups" in vars(optimizer)
+    if has_groups and not getattr(optimizer, "optimizers", None):
         return [optimizer]
     if isinstance(optimizer, Sequence) and len(optimizer):
         return [bare for each in optimizer for bare in bare_optimizers(each)]

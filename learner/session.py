@@ -118,6 +118,7 @@ class Session:
         """The warnings of the present outage."""
         self._warned_given_up = False
         """The warning that work is given up, until no fragment is far behind any more."""
+        self._disowned = False
 
     # What the training thread asks.
 
@@ -358,7 +359,9 @@ class Session:
             self.effects.append(SendChunks(fetch.kind, fetch.fragment, fetch.push_id, fetch.chunks))
 
     def _take_refusal(self, refuse: msg.Refuse, now: float) -> None:
-        text = f"{refuse.code}: {refuse.message} {refuse.remedy}".rstrip()
+        text = f"{refuse.code}: {refuse.message}"
+        if refuse.remedy:
+            text += f". {refuse.remedy}"
         if refuse.push_id:
             if refuse.fragment < len(self.parts):
                 self.parts[refuse.fragment].give_up(refuse.push_id)
@@ -496,6 +499,22 @@ class Session:
             self.pause("leaving")
 
     @recorded
+    def disown(self) -> None:
+        """The parameters are somebody else's work, such as averaged weights: none of them is pushed
+        and the steps that no push has taken are lost. Call before `leave`. They stay as they are,
+        but for the run's final model."""
+        self._disowned = True
+        tokens = max((part.tokens for part in self.parts), default=0)
+        for part in self.parts:
+            part.drop_unpushed()
+        self._note(
+            "swapped",
+            "something else than the optimizer has changed the parameters since the last step, such"
+            f" as averaged or best weights: they are not pushed, and up to {tokens:,} tokens that"
+            " no push has taken are lost. Leave the block first, then swap weights in",
+        )
+
+    @recorded
     def abandon(self) -> None:
         """Leaves at once, whatever is on its way."""
         if not self.ended:
@@ -547,7 +566,7 @@ class Session:
         """Whether the parameters of a fragment move to its newest copy at this boundary."""
         if self.beat.phase is Phase.ENDED:  # They take the final model and no version before it.
             return part.tip == part.head >= 0 and part.standing is not Standing.FINAL
-        return part.can_adopt
+        return part.can_adopt and not self._disowned
 
     def _keep(self, part: FragmentSession) -> float:
         """The share of the unpushed work that an adoption keeps."""
@@ -691,7 +710,15 @@ class Session:
         self._reported = self._news
         paused, _, finished = self._reported
         bases = tuple(part.base for part in self.parts)
-        report = msg.Report(self.steps, self.tokens, self.loss, bases, paused, finished)
+        report = msg.Report(
+            steps=self.steps,
+            tokens=self.tokens,
+            loss=self.loss,
+            bases=bases,
+            paused=paused,
+            lost_tokens=self.lost_tokens,
+            finished=finished,
+        )
         self.effects.append(report)
 
     def _announce(self, part: FragmentSession, now: float, after_s: float = 0.0) -> None:

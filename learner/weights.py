@@ -44,7 +44,7 @@ class WeightWatch:
         of this optimizer goes                                Then it undid the adoption (`_judge`).
 
     Between a boundary and the next step nothing may move the parameters: else somebody has swapped
-    other weights in (`before_step`).
+    other weights in (`changed`).
     """
 
     def __init__(self, parameters: Parameters, optimizers: Sequence[Optimizer]) -> None:
@@ -94,11 +94,16 @@ class WeightWatch:
                 f" {self._described(outside)}"
             )
 
+    def changed(self) -> bool:
+        """Whether something else than the optimizer and the exchange has changed the parameters
+        since the last boundary. To swap others in and back is no change."""
+        if self._after is None or self._marks == self._places():
+            return False
+        return not torch.equal(self._after, self._sample())
+
     def before_step(self) -> None:
         """Call before the optimizer's step: compares with the end of the last boundary."""
-        if self._after is None or self._marks == self._places():
-            return
-        if not torch.equal(self._after, self._sample()):  # Swapped in and back is no change.
+        if self.changed():
             self._warn(
                 "something else than the optimizer has changed the parameters since the last step;"
                 " the change travels to all learners. If averaged or best weights were swapped in,"

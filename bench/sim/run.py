@@ -39,7 +39,7 @@ from narrows.learner.session import Session
 from narrows.proto.codec import F32, round_to_dtype
 from narrows.proto.layout import Fragment, Piece
 from narrows.proto.messages import DtypeName, Layout, LayoutEntry
-from narrows.proto.ports import Adoption, Copy
+from narrows.proto.ports import Copy, Prepared
 from narrows.proto.wire import asked_topic, live_topic
 
 ENTRIES: Final = (
@@ -261,16 +261,15 @@ class Watched(HostIsland):
             raise MemoryError("no room for a copy")
         return super().copy(fragment, values)
 
-    def adopt(self, fragment: Fragment, rule: Adoption) -> None:
+    def adopt(self, fragment: Fragment, prepared: Prepared) -> None:
         site = self._site
-        # With keep 0 and no push the parameters become the copy, whatever they were.
-        builds_on = rule.keep > 0 or rule.push is not None
-        if builds_on and fragment.index not in site.versions:
+        # With keep 0 the parameters are overwritten, whatever they were.
+        if prepared.keep > 0 and fragment.index not in site.versions:
             raise Wrong(f"whole: {site.name} adopts {fragment.index}, which stands on nothing")
         # An exception comes before a fragment is written, or else it counts as half written.
         site.reach()
         site.versions.pop(fragment.index, None)
-        super().adopt(fragment, rule)
+        super().adopt(fragment, prepared)
         site.reach()
         site.versions[fragment.index] = site.host.session.parts[fragment.index].base
 

@@ -15,6 +15,7 @@ import torch
 from msgspec.structs import replace
 from run_cases import Broker, broker, stranger, tiny, train
 from torch import nn
+from torch.optim import swa_utils
 
 from narrows.bench.kit.processes import wait_until
 from narrows.learner import (
@@ -84,7 +85,7 @@ def test_a_learner_ends_with_the_final_model_and_accounts_for_every_token(tmp_pa
         run.join()
     learner, stats = loop.learner, loop.learner.stats()
     assert learner.health == "final" and learner.should_stop and learner.progress == 1.0
-    assert learner.run_tokens >= 1000 and learner.run_step > 0
+    assert learner.run_tokens >= 1000 == learner.goal_tokens and learner.run_step > 0
     assert stats["logged_tokens"] == 8 * stats["steps"] > 0
     assert stats["merged_tokens"] + stats["lost_tokens"] == stats["logged_tokens"]
     assert min(stats["up_bytes"], stats["down_bytes"], stats["code_s"]) > 0
@@ -137,10 +138,34 @@ def test_a_learner_whose_name_is_in_use_is_not_told_that_nobody_answers(
     monkeypatch.setattr(exchange_module, "HEARD_S", 0.3)
     with Loop(run.address, "twin").learner:
         with pytest.raises(Refused, match="another process is twin"):
-            Loop(run.address, "twin", join_timeout_s=2.0).train()
+            # By another address: in one process a learner is told of the other one at once.
+            address = run.address.replace("127.0.0.1", "localhost")
+            Loop(address, "twin", join_timeout_s=2.0).train()
     lines = [each.getMessage() for each in caplog.records]
     (refused,) = [index for index, line in enumerate(lines) if line.endswith("trying again")]
     assert not any("no answer" in line for line in lines[refused:])
+
+
+def test_an_open_learner_of_the_name_in_this_process_is_named_at_once(
+    run: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To the broker it is another process, which may end: it would have the learner wait for ten
+    seconds."""
+    forgotten, second = Loop(run.address, "notebook"), Loop(run.address, "notebook")
+    forgotten.learner.__enter__()
+    forgotten.step()
+    with pytest.raises(LocalProtocolError, match=r"notebook is still open.*close\(\)"):
+        second.learner.__enter__()
+    forgotten.step()
+    forgotten.learner.close()
+    forgotten.learner.close()
+    forgotten.optimizer.step()  # It is an optimizer like any other now.
+    assert forgotten.learner.health == "ended" and forgotten.learner.stats()["steps"] == 2
+    with Loop(run.address, "notebook").learner as third:
+        third.close()
+    assert third.health == "ended", "the block is left without a word"
+    with pytest.raises(LocalProtocolError, match="entered once"):
+        third.__enter__()
 
 
 def test_a_blocked_data_port_is_named(
@@ -367,9 +392,59 @@ def test_a_newcomer_warms_up_and_pauses(run: Broker) -> None:
         assert learner.lr_scale == 0.002 and learner.lr_scale < 1
         status = run.service.host.status
         with learner.pause("measuring the loss"):
-            wait_until(lambda: "measuring" in str(status(0.0)["learners"]), "the pause")
-        wait_until(lambda: "measuring" not in str(status(0.0)["learners"]), "its end")
+            wait_until(lambda: "measuring" in str(status(0.0).learners), "the pause")
+        wait_until(lambda: "measuring" not in str(status(0.0).learners), "its end")
     assert loop.learner.health == "ended", "it left before the end, with nothing left to merge"
+
+
+def test_the_figures_of_a_chart_are_flat_numbers(run: Broker) -> None:
+    loop = Loop(run.address, "chart")
+    assert loop.learner.metrics()["narrows/health"] == 1, "it has not joined"
+    with loop.learner as learner:
+        assert learner.goal_tokens == 0
+        loop.train_on(lambda: learner.stats()["merged_tokens"])
+        first = learner.metrics()
+        assert all(type(each) is float for each in first.values())
+        assert min(first[f"narrows/{way}_bits_per_s"] for way in ("up", "down")) > 0
+        assert first["narrows/merged_tokens"] <= learner.stats()["merged_tokens"]
+        assert first["narrows/run_tokens"] > 0 == first["narrows/health"]
+    up_bytes = learner.stats()["up_bytes"]
+    learner.metrics()
+    assert learner.metrics()["narrows/up_bits_per_s"] == 0 < up_bytes, "since the last call"
+
+
+@pytest.mark.parametrize("goal", [0, 1000])
+@pytest.mark.parametrize("decay", [None, 0.9], ids=["SWA", "EMA"])
+def test_averaged_weights_that_are_swapped_in_before_the_block_is_left_are_not_pushed(
+    decay: float | None, goal: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are larger by 1 than what is trained: so far the run's model must not move."""
+    with broker(tmp_path, run__goal_tokens=goal) as run:
+        loop = Loop(run.address, "site-a")
+        larger = tiny()
+        with torch.no_grad():
+            for tensor in larger.parameters():
+                tensor.add_(1.0)
+        ema: Any = swa_utils.get_ema_multi_avg_fn
+        averaging = None if decay is None else ema(decay)
+        averaged = swa_utils.AveragedModel(loop.model, multi_avg_fn=averaging)
+        averaged.update_parameters(larger)
+        with loop.learner as learner:
+            parts = learner._exchange.link.host.session.parts
+            loop.train_on(lambda: not goal and sum(part.steps for part in parts))
+            loop.model.load_state_dict(averaged.module.state_dict())
+        ended = loop if goal else Loop(run.address, "site-b", tiny(1))
+        if not goal:
+            swapped_in = averaged.module.state_dict()
+            left = loop.model.state_dict()
+            assert all(left[name].equal(tensor) for name, tensor in swapped_in.items())
+            with ended.learner:
+                pass  # It has the run's model.
+    pairs = zip(ended.model.parameters(), tiny().parameters(), strict=True)
+    assert max((now - begun).mean().item() for now, begun in pairs) < 0.1
+    (line,) = [line for line in caplog.messages if "changed the parameters" in line]
+    assert "are not pushed" in line and "Leave the block first" in line
+    assert learner.stats()["lost_tokens"] > 0 or goal
 
 
 def test_a_loop_that_breaks_leaves_at_once(run: Broker) -> None:

@@ -93,6 +93,36 @@ class Accelerated(torch.optim.Optimizer):
         return self.optimizer.param_groups
 
 
+class Container(torch.optim.Optimizer):
+    """torchtitan's container: an Optimizer whose constructor ran, and that never has a state."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = list(optimizers)
+        groups = [group for each in optimizers for group in each.param_groups]
+        super().__init__([tensor for group in groups for tensor in group["params"]], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def test_a_container_is_not_taken_for_the_optimizers_that_it_holds() -> None:
+    """Holds `bare_optimizers`: by the container's own empty state each restart would warm up."""
+    layer = nn.Linear(2, 2)
+
+    def contained() -> Container:
+        return Container(torch.optim.AdamW(layer.parameters(), betas=(0.9, 0.95)))
+
+    container = contained()
+    assert loop.bare_optimizers(container) == container.optimizers
+    assert loop.ramp_steps(loop.bare_optimizers(container)) == 20
+    layer(torch.ones(2)).sum().backward()
+    container.step()
+    loaded = contained()
+    loaded.optimizers[0].load_state_dict(container.optimizers[0].state_dict())
+    assert loop.ramp_steps(loop.bare_optimizers(loaded)) == 0
+
+
 def test_optimizers_in_lists_and_wrappers() -> None:
     """Holds `bare_optimizers`."""
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])

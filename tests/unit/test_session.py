@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import astuple, replace
 
 from narrows.learner.effects import Adopt, Assemble, Effect, Note, SendChunks, Snapshot
+from narrows.learner.fragment import Pushed
 from narrows.learner.session import Session
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, LocalProtocolError
@@ -256,6 +257,8 @@ def test_a_run_that_cannot_be_joined_is_refused_with_the_remedy() -> None:
 def test_a_name_in_use_is_waited_out_for_ten_seconds_of_one_refusal() -> None:
     seat = Seat()
     seat.refuse("name_in_use")
+    (note,) = [each.text for each in seat.log if isinstance(each, Note)]
+    assert note == "name_in_use: no. do so; trying again"
     seat.wait(9.0)
     seat.welcome()  # It became free in time.
     seat.take(object)
@@ -791,6 +794,28 @@ def test_nothing_is_kept_in_the_ramp_of_a_newcomer() -> None:
     seat.step()
     assert [each.keep for each in seat.take(Adopt)] == [0.0, 0.5]
     assert not seat.noted(), "it is meant so"
+
+
+@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.ENDING])
+def test_a_learner_that_leaves_with_foreign_weights_pushes_none_of_them(phase: Phase) -> None:
+    """The push that is on its way was its own work, and its outcome is waited for."""
+    seat = waiting()
+    seat.step(9)
+    seat.told(phase=phase)
+    seat.session.disown()
+    seat.leave()
+    seat.rest()
+    seat.publish(0, 1, 1)
+    seat.rest()
+    assert not seat.take((Snapshot, Adopt)) and seat.noted().count("swapped") == 1
+    own, other = seat.session.parts
+    assert own.pushed is Pushed.MERGED and own.push_id == 1, "but it is heard of"
+    assert (own.lost_tokens, other.lost_tokens) == (9, 17)
+    left = seat.session.ended
+    assert left is (phase is Phase.RUNNING)
+    seat.told(phase=Phase.ENDED)
+    seat.rest()
+    assert len(seat.take(Adopt)) == (0 if left else 2), "the final model is everybody's"
 
 
 def test_due_is_true_one_step_ahead_of_a_push_and_of_an_adoption_and_false_between_them() -> None:
