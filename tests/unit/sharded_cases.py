@@ -153,6 +153,10 @@ def a_stranger_is_noticed_and_an_optimizer_is_not(folder: Path) -> None:
         _step(model, optimizer, watch)
         (line,) = warned
         assert "swap them back" in line
+        assert not watch.changed()
+        with torch.no_grad():
+            torch._foreach_mul_(parameters.tensors, 1.5)  # It counts no write to a DTensor.
+        assert watch.changed()
         logging.getLogger("narrows.learner").removeHandler(handler)
 
 
