@@ -144,8 +144,8 @@ class Link:
 
     @property
     def error(self) -> BaseException | None:
-        """The training thread must hear of this: the background thread has ended, or the broker does
-        not want this learner."""
+        """The training thread must hear of this: the background thread has ended, or the broker
+        does not want this learner."""
         session = self.host.session
         error = self._error or session.refused
         if error is None and not session.joined and isinstance(session.obstacle, Refused):

@@ -179,7 +179,7 @@ def misuse(message: str, **detail: str) -> LocalProtocolError:
     return LocalProtocolError(ErrorCode.MISUSE, message, **detail)
 
 
-def check_same_model(fingerprints: Sequence[int]) -> None:
+def check_same_model(fingerprints: Sequence[str]) -> None:
     """`fingerprints` are those of the layouts of an island's ranks, by rank. Raises
     LocalProtocolError MISUSE unless all ranks have the same parameters."""
     others = [rank for rank, each in enumerate(fingerprints) if each != fingerprints[0]]

@@ -96,14 +96,13 @@ class WeightWatch:
 
     def changed(self) -> bool:
         """Whether something else than the optimizer and the exchange has changed the parameters
-        since the last boundary. To swap others in and back is no change."""
-        if self._after is None or self._marks == self._places():
-            return False
-        return not torch.equal(self._after, self._sample())
+        since the last boundary. To swap others in and back is no change. It waits for the device.
+        """
+        return self._after is not None and not torch.equal(self._after, self._sample())
 
     def before_step(self) -> None:
         """Call before the optimizer's step: compares with the end of the last boundary."""
-        if self.changed():
+        if self._marks != self._places() and self.changed():
             self._warn(
                 "something else than the optimizer has changed the parameters since the last step;"
                 " the change travels to all learners. If averaged or best weights were swapped in,"
@@ -181,8 +180,9 @@ class WeightWatch:
             )
 
     def _places(self) -> list[tuple[int, int]]:
-        """Changes whenever somebody writes to a sampled tensor, or gives it other memory. A DTensor
-        counts writes in its wrapper: the version of its local part stays, whoever writes."""
+        """Changes when somebody writes to a sampled tensor, or gives it other memory. A DTensor
+        counts writes in its wrapper, but not those of foreach and fused operations, and its local
+        part counts none."""
         return [(address_of(tensor), tensor._version) for tensor in self._sampled]
 
     def _sample(self) -> Tensor:

@@ -67,7 +67,7 @@ class Block:
 
     piece: Piece
     rows: slice
-    """Rows of the rank's own part of the tensor; in the other dimensions the block has all of it."""
+    """Rows of the rank's part of the tensor; in the other dimensions the block has all of it."""
     place: tuple[slice, ...]
     """Where the block lies in the piece, by dimension; the first one counts rows of the piece."""
     shape: tuple[int, ...]
@@ -133,7 +133,7 @@ class Holdings:
             )
 
     def blocks(self, fragment: Fragment, rank: int, *, provided: bool = False) -> list[Block]:
-        """The blocks of a fragment that a rank holds; `provided`: those that it gives to a snapshot."""
+        """The blocks of a fragment that a rank holds; `provided`: that it gives to a snapshot."""
         key = (fragment.index, rank, provided)
         if key not in self._blocks:
             found = [

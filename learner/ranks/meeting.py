@@ -151,7 +151,7 @@ class Ranks:
         on_gpu = all(tensor.is_cuda for tensor in parameters.tensors)
         own = int(fingerprint(layout)[:15], 16)  # It must fit into int64.
         told = self._told_by_all([own, on_gpu])
-        check_same_model([each[0] for each in told])
+        check_same_model([f"{each[0]:x}" for each in told])
         self._device = torch.device("cpu")
         """Where fragments travel from and to."""
         backend = "gloo"

@@ -60,7 +60,7 @@ class Loop:
 
     @property
     def exchange(self) -> exchange_module.Exchange:
-        """Of a single process."""
+        """Returns that of a single process."""
         assert isinstance(self.learner._exchange, exchange_module.Exchange)
         return self.learner._exchange
 
@@ -404,8 +404,8 @@ def test_a_newcomer_warms_up_and_pauses(run: Broker) -> None:
         assert learner.lr_scale == 0.002 and learner.lr_scale < 1
         status = run.service.host.status
         with learner.pause("measuring the loss"):
-            wait_until(lambda: "measuring" in str(status(0.0)["learners"]), "the pause")
-        wait_until(lambda: "measuring" not in str(status(0.0)["learners"]), "its end")
+            wait_until(lambda: "measuring" in str(status(0.0).learners), "the pause")
+        wait_until(lambda: "measuring" not in str(status(0.0).learners), "its end")
     assert loop.learner.health == "ended", "it left before the end, with nothing left to merge"
 
 

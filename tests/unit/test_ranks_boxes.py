@@ -1,4 +1,4 @@
-"""Who holds which elements of a spread model: every sharding of torch as plain data."""
+"""The elements of a spread model that each rank holds: every sharding of torch as plain data."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Mesh:
     dp: int
     tp: int = 1
     replicas: int = 1
-    """Of `dp`, so many hold the same."""
+    """So many ranks of `dp` hold the same."""
     fully_shards: bool = False
 
     def cuts(self, rank: int, shape: Shape, tp_dim: int | None) -> list[Cut]:
@@ -85,7 +85,7 @@ class Spread:
             ]
             for own in self.boxes
         ]
-        """What each rank holds of each tensor."""
+        """By rank, its part of each tensor."""
         entries = [
             LayoutEntry(name, shape, "float32", "rda")
             for name, shape in zip(names, self.shapes, strict=True)
