@@ -48,9 +48,10 @@ class Learner:
     at most `leave_timeout_s` seconds (None: while something moves, and half a minute). When the
     body raised, it leaves at once.
 
-    `optimizer` may be a list, or a wrapper around torch optimizers. `broker`, `name` and `key` (the
-    key file of the site) may come from NARROWS_BROKER, NARROWS_NAME and NARROWS_KEY. `merge_rules`
-    is described at Parameters. `events` is a file that gets one JSON line per event.
+    `optimizer` may be a list, or a wrapper around torch optimizers. `broker`, `name`, `key` (the
+    key file of the site) and `workers` (threads that code in the background; else a quarter of the
+    cores, at most 8) may come from NARROWS_BROKER, NARROWS_NAME, NARROWS_KEY and NARROWS_WORKERS.
+    `merge_rules` is described at Parameters. `events` is a file that gets one JSON line per event.
 
     Raises LocalProtocolError MISUSE for a model or a loop that cannot take part, and Refused (also
     from `optimizer.step()`) when the broker does not want this learner.
@@ -69,6 +70,7 @@ class Learner:
         join_timeout_s: float = 60.0,
         leave_timeout_s: float | None = None,
         events: str | os.PathLike[str] | None = None,
+        workers: int | None = None,
     ) -> None:
         _refuse_several_ranks()
         self._optimizers = bare_optimizers(optimizer)
@@ -77,7 +79,8 @@ class Learner:
         self._boundary = boundary
         self._leave_timeout_s = leave_timeout_s
         link = Link(
-            join_target(broker, name, key), self._parameters.layout, TorchIsland(self._parameters),
+            join_target(broker, name, key, workers), self._parameters.layout,
+            TorchIsland(self._parameters),
             events=None if events is None else Path(events),
         )  # fmt: skip
         self._exchange = Exchange(

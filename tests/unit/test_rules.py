@@ -18,7 +18,7 @@ from narrows.proto.layout import build_table
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("proto", "broker", "learner", "bench")
 
-STATEMENTS_MAX = {"proto": 2020, "broker": 4040, "learner": 2310, "bench": 3170, "tests": 7745}
+STATEMENTS_MAX = {"proto": 2070, "broker": 4040, "learner": 2310, "bench": 3175, "tests": 7760}
 """Statements of a folder without docstrings. Lines are free: a cap of lines packs the code.
 To record inputs and play them again has an allowance of its own in these numbers."""
 
