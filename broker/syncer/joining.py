@@ -237,10 +237,11 @@ class Joining:
             bases = list(map(min, bases, state.heads))
         holder = state.members.by_name.get(name)
         if holder is not None and holder.incarnation == hello.incarnation:
-            holder.bases = tuple(bases)
+            holder.stand_on(tuple(bases), state.heads)
             state.note("rejoined", f"{name} is back", learner=name)
             return holder
-        member = Member(name, hello.incarnation, hello.fingerprint, now, now, bases=tuple(bases))
+        member = Member(name, hello.incarnation, hello.fingerprint, now, now)
+        member.stand_on(tuple(bases), state.heads)
         member.merged_tokens = state.tokens_before.get(hello.incarnation, 0)
         if holder is None:
             state.note("joined", f"{name} has joined", learner=name)

@@ -442,7 +442,7 @@ def test_the_end_is_durable(tmp_path: Path) -> None:
     assert house.host.finished is not None and house.host.finished.missing == ()
     house.kill()
     house.start()
-    assert house.host.syncer.status(house.now)["phase"] == "ended"
+    assert house.host.syncer.status(house.now).phase == "ended"
 
 
 def test_a_commit_that_is_under_way_at_a_stop_is_told(

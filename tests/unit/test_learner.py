@@ -363,8 +363,8 @@ def test_a_newcomer_warms_up_and_pauses(run: Broker, caplog: pytest.LogCaptureFi
         assert learner.lr_scale == 0.1
         status = run.service.host.status
         with learner.pause("measuring the loss"):
-            wait_until(lambda: "measuring" in str(status(0.0)["learners"]), "the pause")
-        wait_until(lambda: "measuring" not in str(status(0.0)["learners"]), "its end")
+            wait_until(lambda: "measuring" in str(status(0.0).learners), "the pause")
+        wait_until(lambda: "measuring" not in str(status(0.0).learners), "its end")
     assert loop.learner.health == "ended", "it left before the end, with nothing left to merge"
 
 
