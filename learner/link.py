@@ -142,16 +142,21 @@ class Link:
         if _open.get(self._place) is self:
             del _open[self._place]
 
-    def raise_error(self) -> None:
-        """Raises what the training thread must hear: the background thread has ended, or the broker
+    @property
+    def error(self) -> BaseException | None:
+        """The training thread must hear of this: the background thread has ended, or the broker
         does not want this learner."""
         session = self.host.session
         error = self._error or session.refused
         if error is None and not session.joined and isinstance(session.obstacle, Refused):
             # A broker may still come, but one that does not admit our key does not change its mind.
             error = session.obstacle
-        if error is not None:
-            raise error
+        return error
+
+    def raise_error(self) -> None:
+        """Raises `error`, if there is one."""
+        if self.error is not None:
+            raise self.error
 
     def silent_ports(self) -> str:
         """Names the data port on which nothing moves, after a Welcome."""

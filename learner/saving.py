@@ -18,8 +18,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 LENGTH_BYTES: Final = 8
-"""Of the header's length, which begins the file. The header is padded to a multiple of it, so that
-the tensors are aligned."""
+"""Bytes of the header's length, which begins the file. The header is padded to a multiple of it, so
+that the tensors are aligned."""
 
 
 def file_order(state: Mapping[str, Tensor]) -> list[str]:
