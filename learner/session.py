@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from narrows.learner.clock import RunClock, StepTimes
 from narrows.learner.effects import Adopt, Effect, Note, SendChunks, Snapshot
-from narrows.learner.fragment import FragmentSession, Pushed, Standing
+from narrows.learner.fragment import NO_LOSSES, FragmentSession, Pushed, Standing
 from narrows.proto import messages as msg
 from narrows.proto import timing
 from narrows.proto.errors import ErrorCode, NarrowsError, Refused
@@ -38,11 +38,6 @@ RETRIED_S: Final[dict[str, float]] = {
 """Refusals of the session, and how long the learner says Hello again before it raises; 0: time does
 not heal them. Another run is an outage: a learner meets it where the broker's state directory was
 lost, and its own run is back once the directory is. Every other code refuses a message."""
-
-STANDSTILL_S: Final = 60.0
-STANDSTILL_STEPS: Final = 20
-"""A loop that makes no step for so long, and for so many times its step time, counts as paused: no
-round waits for it. One of its ranks may hang, or a first step compiles the model."""
 
 FAILED_CODINGS_TOLD: Final = 3
 """So many pushes running that cannot be coded are noted, the last one with the remedy."""
@@ -109,6 +104,7 @@ class Session:
         model."""
         self.steps = self.tokens = 0
         self.loss: float | None = None
+        self._losses = NO_LOSSES
         self.paused: str | None = None
         self.connected = False
         """A Welcome has come since the last sign that the connection is gone."""
@@ -129,16 +125,13 @@ class Session:
         """When the broker refused this learner first, if `refusal` is set."""
         self._hello_due = math.inf
         """Before the first connection nobody hears a Hello: it would wait, and be said twice."""
-        self._awake_at = math.inf
-        """When the training thread was here last. Infinite: since the last `tick`."""
-        self._stands_still = False
         self._report_at = -math.inf
         self._reported = self._news
         self._leaving_at: float | None = None
         self._warned_offline: set[Note] = set()
         """The warnings of the present outage."""
-        self._warned_given_up = False
-        """The warning that work is given up, until no fragment is far behind any more."""
+        self._noted_given_up = False
+        """That work is given up, until no fragment is far behind any more."""
         self._disowned = False
 
     # What the training thread asks.
@@ -183,6 +176,17 @@ class Session:
             return False
         exchanges = any(self._adopts(part) or self._pushes(part, 1) for part in self.parts)
         return exchanges or self.must_wait(now, steps_ahead=1)
+
+    def foreseen(self, now: float) -> list[Adopt]:
+        """The adoptions of the next boundary, as it would decide them now: they can be prepared. A
+        training thread that waits adopts at once, and nothing is worth preparing for it."""
+        if self.ended or self.must_wait(now):
+            return []
+        return [
+            part.adoption(self._keep(part), final=self._has_ended)
+            for part in self.parts
+            if self._adopts(part)
+        ]
 
     def run_tokens(self, now: float) -> float:
         """The run's clock in tokens of all learners. It never falls."""
@@ -473,8 +477,8 @@ class Session:
         self.steps += 1
         self.tokens += tokens
         self.loss = loss
+        self._losses = self._losses.with_one(loss)
         self._step_times.stepped(now)
-        self._awake()
         if self.beat.phase is Phase.RUNNING:
             self.heard_ending = False  # The step counts: the run goes on, with a larger goal.
         for part in self.parts:
@@ -496,7 +500,6 @@ class Session:
     def exchange_without_step(self) -> None:
         """Between two steps, while none is made: before the first, in lockstep, at the end."""
         self._step_times.interrupt()
-        self._awake()
         self._exchange()
 
     @recorded
@@ -533,7 +536,6 @@ class Session:
         """The loop makes no steps for a while, so no round should wait for it; None: it goes on."""
         self.paused = reason
         self._step_times.interrupt()
-        self._awake()
 
     @recorded
     def leave(self, now: float) -> None:
@@ -599,41 +601,60 @@ class Session:
         """Adopts, then pushes, fragment by fragment."""
         if self.ended:
             return
-        has_ended = self.beat.phase is Phase.ENDED
         for part in self.parts:
             if self._adopts(part):
-                self.effects.append(part.adopt(self._keep(part), final=has_ended))
+                keep = self._keep(part)
+                self._note_given_up(part, keep)
+                self.effects.append(part.adopt(keep, final=self._has_ended))
             if self._pushes(part):
                 self._push_id += 1
-                self.effects.append(part.snapshot(self._push_id))
+                self.effects.append(part.snapshot(self._push_id, self._losses))
         if all(part.head - part.base <= 1 for part in self.parts):
-            self._warned_given_up = False
+            self._noted_given_up = False
+
+    @property
+    def _has_ended(self) -> bool:
+        return self.beat.phase is Phase.ENDED
 
     def _adopts(self, part: FragmentSession) -> bool:
         """Whether the parameters of a fragment move to its newest copy at this boundary."""
-        if self.beat.phase is Phase.ENDED:  # They take the final model and no version before it.
+        if self._has_ended:  # They take the final model and no version before it.
             return part.tip == part.head >= 0 and part.standing is not Standing.FINAL
         return part.can_adopt and not self._disowned
 
     def _keep(self, part: FragmentSession) -> float:
         """The share of the unpushed work that an adoption keeps."""
-        if self.beat.phase is Phase.ENDED:
+        if self._has_ended:
             return 0.0  # The final model is everybody's, bit for bit.
         if self._is_slow():
             return 1.0  # It is pushed whole at this very boundary.
-        missed = part.tip - part.base
-        if missed > 1 and part.standing is Standing.BASED:
-            if part.tokens and not self._warned_given_up:
-                self._warned_given_up = True
-                self._note(
-                    "given_up",
-                    f"{missed} versions came out without this learner: what it has learned and"
-                    f" not sent since, {part.tokens:,} tokens, is given up",
-                )
+        if part.missed_versions:
             return 0.0  # Old work on an old point.
         if self.steps <= self.ramp_steps:
             return 0.0  # Steps of an optimizer that warms up.
         return 1.0 if self.stopping else self.settings.keep
+
+    def _note_given_up(self, part: FragmentSession, keep: float) -> None:
+        """Tells of the work that an adoption gives up: once, until no fragment is far behind any
+        more. A pause of the machine that is no absence, and a step that takes long because it
+        compiles, are no trouble: they warn of nothing."""
+        is_given_up = keep == 0 and part.missed_versions and not self._has_ended
+        if not is_given_up or not part.tokens or self._noted_given_up:
+            return
+        self._noted_given_up = True
+        missed = part.tip - part.base
+        text = (
+            f"{missed} versions came out without this learner: what it has learned and not sent"
+            f" since, {part.tokens:,} tokens, is given up"
+        )
+        period_s = self.beat.period_s
+        is_absence = missed * period_s >= timing.SILENT_S
+        if not is_absence:
+            text += (
+                f". In this run a version comes out every {period_s:.2g} s, so a short pause of the"
+                " machine costs that; where it happens often, raise fragments.sync_period_steps"
+            )
+        self._note("given_up", text, warning=is_absence and part.steps > 1)
 
     def _pushes(self, part: FragmentSession, steps_ahead: int = 0) -> bool:
         """Whether the unpushed work of a fragment becomes a push at this boundary, or after so many
@@ -682,9 +703,6 @@ class Session:
         asks for what is missing, and leaves when due."""
         if self.ended or self.refused:
             return
-        self._awake_at = min(self._awake_at, now)
-        limit_s = max(STANDSTILL_S, STANDSTILL_STEPS * self._step_times.median_s())
-        self._stands_still = self.joined and now > self._awake_at + limit_s
         if self.connected and now >= self._heard_at + timing.SILENT_S:
             self.connected = False
         assemblies = [part.next_assembly(now) for part in self.parts]
@@ -699,11 +717,6 @@ class Session:
         elif now >= self._hello_due:
             self._hello(now)
         self._end_if_due(now)
-
-    def _awake(self) -> None:
-        """The training thread is here."""
-        self._awake_at = math.inf
-        self._stands_still = False
 
     def deadline(self, now: float) -> float:
         """The time of the next `tick` if nothing happens."""
@@ -752,20 +765,18 @@ class Session:
         return tuple(part.newest_copy for part in self.parts)
 
     @property
-    def _news(self) -> tuple[str | None, bool, bool, msg.FragmentIndexes]:
+    def _news(self) -> tuple[str | None, bool, msg.FragmentIndexes]:
         """The part of a Report that goes out at once when it changes."""
         is_ending = self.beat.phase is Phase.ENDING
         finished = tuple(part.index for part in self.parts if is_ending and part.finished)
-        return self.paused, self._stands_still, self.joined, finished
+        return self.paused, self.joined, finished
 
     def _report(self, now: float) -> None:
         if not self.connected:
             return
         self._report_at = now
         self._reported = self._news
-        paused, stands_still, _, finished = self._reported
-        if stands_still and paused is None:
-            paused = f"no steps for {now - self._awake_at:.0f} s"
+        paused, _, finished = self._reported
         bases = tuple(part.base for part in self.parts)
         report = msg.Report(
             steps=self.steps,

@@ -113,6 +113,13 @@ def what_an_evaluation_has_gathered_hides_nothing(folder: Path) -> None:
             tensor.fill_(0.5)
     parameters.reshard()
     assert torch.equal(evaluate(model), evaluate(adopted))
+    watch = WeightWatch(parameters, [torch.optim.SGD(parameters.tensors)])
+    evaluate(model)
+    watch.adopting()
+    with torch.no_grad():
+        for tensor in [*map(local_part, parameters.tensors), *Parameters(adopted).tensors]:
+            tensor.fill_(0.25)
+    assert torch.equal(evaluate(model), evaluate(adopted))
 
 
 def copied(model: Small) -> None:
