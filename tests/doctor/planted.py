@@ -48,7 +48,7 @@ def examined(run: Deployment, *more: str) -> dict[str, str]:
 
 
 def close(line: Line, port: int) -> None:
-    """What the hub sends from a port is dropped from now on."""
+    """Drops what the hub sends from a port, from now on."""
     ip("-n", line.hub, "rule", "add", "ipproto", "tcp", "sport", str(port), "blackhole")
 
 
