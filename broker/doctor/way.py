@@ -224,9 +224,10 @@ def line_down(visit: Visit) -> Finding:
         nonlocal bits
         while dial.socket.poll(0):
             frames = dial.socket.recv_multipart()
-            header = decode_header(frames[1])
-            heard.add((header.fragment, header.version))
-            bits += 8 * len(frames[2])
+            if len(frames) == 3:
+                header = decode_header(frames[1])
+                heard.add((header.fragment, header.version))
+                bits += 8 * len(frames[2])
         return False
 
     with _downlink(visit) as dial:

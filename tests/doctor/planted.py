@@ -96,6 +96,14 @@ def test_a_line_that_is_too_slow_for_the_run() -> None:
     assert {"line up"} <= found.keys() <= {"line up", "line down", "data"}, found
 
 
+def test_two_processes_with_one_name() -> None:
+    with running(Line()) as run:
+        twin = ["--broker", run.address, "--name", TOY.name, "--preset", "nano"]
+        run.command("twin", "learner", *twin)
+        wait_until(lambda: "name" in examined(run), "the twin to knock")
+        assert "another process is site-a" in examined(run)["name"]
+
+
 def test_an_empty_state_directory_at_the_old_address() -> None:
     with running(Line()) as run:
         run.running["broker"].kill()

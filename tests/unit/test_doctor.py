@@ -266,3 +266,9 @@ def test_an_empty_state_directory_is_no_failure_by_itself(tmp_path: Path) -> Non
     empty = machine.Machine(tmp_path / "none", (time.time(), time.monotonic()))
     verdicts = verdicts_on(empty)
     assert verdicts["state directory"] is verdicts["disk"] is Verdict.UNKNOWN
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "nan", "1e9"])
+def test_a_timeout_that_cannot_be_used(narrows: Narrows, wrong: str) -> None:
+    assert narrows.run("doctor", "--timeout-s", wrong) == 2
+    assert "--timeout-s" in narrows.err
