@@ -14,14 +14,16 @@ export PYTHONSAFEPATH := 1
 export OMP_NUM_THREADS ?= 1
 export NUMBA_NUM_THREADS ?= 1
 
-.PHONY: help demo test check fmt bench slow lock land
+.PHONY: help demo test test-doctor check fmt bench slow lock land
 help:
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
 demo: .venv/ready  ## four learners train one model, one of them is killed and comes back
 	$(BIN)/narrows demo $(ARGS)
 
 test: .venv/ready  ## what has to pass, in three to five minutes
 	$(BIN)/pytest -q -n 3 --dist loadfile $(ARGS)
+test-doctor: .venv/ready  ## failures of lines, planted for `narrows doctor`: needs root
+	$(BIN)/pytest -q tests/doctor/planted.py $(ARGS)
 
 check: .venv/ready  ## format, lint, imports, types
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/lint-imports --no-cache
