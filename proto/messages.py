@@ -512,6 +512,7 @@ class Status(_Control, frozen=True, forbid_unknown_fields=False):
     phase: Text = ""
     stopping: Text = ""
     """Why the process stops; "": it serves."""
+    uplink_port: Count = 0
     downlink_port: Count = 0
     uptime_s: Seconds = 0.0
     run_tokens: Count = 0

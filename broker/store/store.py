@@ -44,6 +44,7 @@ from narrows.broker.store.history import (
 from narrows.proto.errors import ErrorCode, StateError
 from narrows.proto.layout import fingerprint
 from narrows.proto.messages import TOKENS_MAX, DiskStatus, Layout, Phase
+from narrows.proto.units import counted
 from narrows.proto.wire import name_of
 
 LOCK: Final = "lock"
@@ -434,7 +435,7 @@ class Store(History):
                 raise files.damaged(
                     self.file,
                     expected="rows for the files beside it",
-                    got=f"a run without version 0 beside {len(strange)} files,"
+                    got=f"a run without version 0 beside {counted(len(strange), 'file')},"
                     f" such as {strange[0]}",
                 )
             return

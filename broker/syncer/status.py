@@ -69,13 +69,15 @@ def status(state: State, seeding: Seeding, rounds: Rounds, ending: Ending, now: 
         member.name: _learner(state, member, announced.get(member.incarnation), now)
         for member in state.members
     }
+    uplink_port, downlink_port = state.ports
     return Status(
         narrows=__version__,
         run_id=state.run_id,
         epoch=state.epoch,
         phase=state.phase.value,
         stopping=state.stopping[:TEXT_CHARACTERS_MAX],
-        downlink_port=state.ports[1],
+        uplink_port=uplink_port,
+        downlink_port=downlink_port,
         uptime_s=now - state.started_at,
         run_tokens=run_tokens,
         goal_tokens=goal_tokens,
