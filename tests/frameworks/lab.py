@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import peft
@@ -54,6 +55,25 @@ def adapted_llama() -> nn.Module:
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model: nn.Module = peft.get_peft_model(base, config)
     return model
+
+
+def next_token_loss(net: nn.Module, ids: Tensor) -> Tensor:
+    """Mean loss of predicting each token from the one before it."""
+    logits = net(ids[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Toy(nn.Module):
+    """A model without a framework, called as a Llama is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [nn.Linear(32, 64), nn.GELU(), nn.Linear(64, VOCABULARY)]
+        self.net = nn.Sequential(nn.Embedding(VOCABULARY, 32), *layers)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=next_token_loss(self.net, input_ids))
 
 
 class Rows(Dataset[dict[str, Tensor]]):
