@@ -1,15 +1,17 @@
 """What the tests of frameworks train: tiny models made from a config, rows that repeat, and a
-second, plain learner in a process of its own, beside the one that the framework drives."""
+second, plain learner in a thread, beside the one that the framework drives."""
 
 import os
 
 # Before a framework is imported: nothing is fetched, and nobody reports.
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_MODE="disabled")
 
-import logging
-import sys
+import itertools
 import threading
 from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -17,10 +19,11 @@ from typing import Any, Final
 import peft
 import torch
 import transformers
-from acceptance.kit import Site, equal
+from run_cases import Broker, broker
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from narrows.bench.kit.processes import WAIT_S
 from narrows.learner import Learner
 
 VOCABULARY: Final = 128
@@ -92,45 +95,63 @@ class Rows(Dataset[dict[str, Tensor]]):
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
-def train_plainly(folder: Path, broker: str, make_model: Callable[[], nn.Module]) -> None:
-    """The loop of README; at the end of the run its model is in second.safetensors."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+@dataclass
+class Run:
+    """A run of two learners: `ours`, which a framework drives, and `second`."""
+
+    broker: Broker
+    second: Future[Learner]
+
+    @property
+    def address(self) -> str:
+        return self.broker.address
+
+    def contributions(self, name: str) -> int:
+        """Merged pushes of a learner."""
+        merges = self.broker.events("merged")
+        return sum(merge["contributors"].count(name) for merge in merges)
+
+    def check(self, ours: Learner, tokens: int, merges: int = 10) -> None:
+        """The run has ended: both have its final model bit for bit, at least so many pushes of ours
+        were merged, and it has logged so many tokens."""
+        models = [ours.state_dict(), self.second.result(timeout=WAIT_S).state_dict()]
+        assert models[0].keys() == models[1].keys()
+        assert all(tensor.equal(models[1][name]) for name, tensor in models[0].items())
+        assert ours.health == "final"
+        assert self.contributions("ours") >= merges
+        assert ours.stats()["logged_tokens"] == tokens > 0
+
+
+@contextmanager
+def run(
+    folder: Path, make_model: Callable[[], nn.Module], goal_tokens: float, **settings: Any
+) -> Generator[Run]:
+    """A broker, and the second learner with the loop of README, which ends with the block."""
     torch.set_num_threads(1)
+    settings = {"run__learners_at_start": 2, "run__goal_tokens": int(goal_tokens), **settings}
     model = make_model()
-    trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95))
-    ids = torch.split(Rows(512, seed=1).ids, BATCH)
-    pace = threading.Event()
+    is_over = threading.Event()
 
-    def batches() -> Generator[Tensor]:
-        while True:
-            yield from ids
+    def train_plainly(address: str) -> Learner:
+        trained = [each for each in model.parameters() if each.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95))
+        ids = itertools.cycle(torch.split(Rows(512, seed=1).ids, BATCH))
+        with Learner(
+            model, optimizer, broker=address, name="second", leave_timeout_s=5.0
+        ) as learner:
+            for batch in learner.until_end(ids):
+                if is_over.wait(0.01):
+                    break
+                loss = model(input_ids=batch, labels=batch).loss
+                loss.backward()
+                learner.log(tokens=batch.numel(), loss=loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        return learner
 
-    with Learner(model, optimizer, broker=broker, name="second") as learner:
-        for batch in learner.until_end(batches()):
-            pace.wait(0.01)
-            loss = model(input_ids=batch, labels=batch).loss
-            loss.backward()
-            learner.log(tokens=batch.numel(), loss=loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    learner.save(folder / "second.safetensors")
-
-
-def begin(
-    site: Site, make_model: Callable[[], nn.Module], *settings: str, goal_tokens: float = 30e3
-) -> str:
-    """Starts a broker and the second learner; returns the broker's address."""
-    torch.set_num_threads(1)
-    site.broker("run.learners_at_start=2", *settings, goal_tokens=int(goal_tokens))
-    site.fork("second", train_plainly, site.folder, site.address, make_model)
-    return site.address
-
-
-def check(site: Site, learner: Learner, tokens: int, merges: int = 10) -> None:
-    """The run has ended: both have its final model, ours was merged, and its tokens are these."""
-    learner.save(site.folder / "ours.safetensors")
-    site.running["second"].ends(0)
-    assert equal(site.saved("ours"), site.saved("second"))
-    assert site.contributions("ours") >= merges
-    assert learner.stats()["logged_tokens"] == tokens > 0
+    with broker(folder, **settings) as made, ThreadPoolExecutor(1) as thread:
+        second = thread.submit(train_plainly, made.address)
+        try:
+            yield Run(made, second)
+        finally:
+            is_over.set()

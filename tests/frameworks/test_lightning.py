@@ -1,20 +1,23 @@
 """Lightning's Trainer takes part in a run with one callback, whichever package it comes from."""
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch
 import pytest
 import pytorch_lightning
 import torch
-from acceptance.kit import Site
 from frameworks import lab
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from narrows.integrations.lightning import NarrowsCallback
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Hints of Lightning about the machine.
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.filterwarnings("ignore"),  # Lightning has hints about the machine.
+]
 
 PACKAGES = {"lightning": lightning.pytorch, "pytorch_lightning": pytorch_lightning}
 
@@ -61,11 +64,11 @@ class Count(Callback):
         self.tokens += given[1]["input_ids"].numel()
 
 
-def trainer(site: Site, *callbacks: Any, package: Any = lightning.pytorch, **options: Any) -> Any:
+def trainer(folder: Path, *callbacks: Any, package: Any = lightning.pytorch, **options: Any) -> Any:
     """A Trainer that ends at 50 epochs of 1,000 steps if nothing ends it before."""
     own = {
         "accelerator": "cpu", "devices": 1, "max_epochs": 50, "log_every_n_steps": 10,
-        "logger": package.loggers.CSVLogger(site.folder, name="", version=""),
+        "logger": package.loggers.CSVLogger(folder, name="", version=""),
         "enable_progress_bar": False, "enable_model_summary": False,
         "enable_checkpointing": False, **options,
     }  # fmt: skip
@@ -78,14 +81,16 @@ def loader(rows: int = 4000) -> DataLoader[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_it_trains_in_a_run_with_one_callback(site: Site, package: str, accumulation: int) -> None:
-    address = lab.begin(site, lab.Toy, goal_tokens=80e3)
+def test_it_trains_in_a_run_with_one_callback(
+    tmp_path: Path, package: str, accumulation: int
+) -> None:
     count = Count()
-    ours = NarrowsCallback(broker=address, name="ours")
-    training = trainer(
-        site, count, ours, package=PACKAGES[package], accumulate_grad_batches=accumulation
-    )
-    training.fit(module(PACKAGES[package]), loader())
-    lab.check(site, ours.learner, count.tokens)
+    with lab.run(tmp_path, lab.Toy, 60e3) as run:
+        ours = NarrowsCallback(broker=run.address, name="ours")
+        training = trainer(
+            tmp_path, count, ours, package=PACKAGES[package], accumulate_grad_batches=accumulation
+        )
+        training.fit(module(PACKAGES[package]), loader())
+        run.check(ours.learner, count.tokens)
     assert 0 < training.callback_metrics["narrows/progress"] <= 1
-    assert "narrows/merged_tokens" in (site.folder / "metrics.csv").read_text()
+    assert "narrows/merged_tokens" in (tmp_path / "metrics.csv").read_text()

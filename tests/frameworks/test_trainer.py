@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from acceptance.kit import Site
 from frameworks import lab
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from narrows.integrations.transformers import joined
+
+pytestmark = pytest.mark.real
 
 
 def trainer(folder: Path, model: Any, **options: Any) -> Trainer:
@@ -37,16 +38,16 @@ class Notes(TrainerCallback):
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_it_trains_in_a_run_with_one_line(site: Site, accumulation: int) -> None:
-    address = lab.begin(site, lab.llama)
+def test_it_trains_in_a_run_with_one_line(tmp_path: Path, accumulation: int) -> None:
     notes = Notes()
     training = trainer(
-        site.folder, lab.llama(), gradient_accumulation_steps=accumulation,
+        tmp_path, lab.llama(), gradient_accumulation_steps=accumulation,
         include_num_input_tokens_seen=True,
     )  # fmt: skip
     training.add_callback(notes)
-    with joined(training, broker=address, name="ours") as member:
-        training.train()
-    lab.check(site, member.learner, training.state.num_input_tokens_seen)
+    with lab.run(tmp_path, lab.llama, 30e3) as run:
+        with joined(training, broker=run.address, name="ours") as member:
+            training.train()
+        run.check(member.learner, training.state.num_input_tokens_seen)
     assert 0 < notes.logs[-1]["narrows/progress"] <= 1
     assert "narrows/merged_tokens" in training.state.log_history[-1]
