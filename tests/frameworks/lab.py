@@ -7,6 +7,7 @@ import os
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_MODE="disabled")
 
 import itertools
+import json
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +20,7 @@ from typing import Any, Final
 import peft
 import torch
 import transformers
+from cli_cases import Narrows
 from run_cases import Broker, broker
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -93,6 +95,24 @@ class Rows(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def state_of(narrows: Narrows, address: str, name: str = "ours") -> str:
+    """What `narrows status` says that a learner does."""
+    assert narrows.run("status", address, "--json") == 0
+    printed = narrows.out[narrows.out.index("{\n") :]  # Trainer has printed before it.
+    return str(json.loads(printed)["learners"][name]["state"])
+
+
+def learner_threads() -> list[str]:
+    """Threads of learners in this process."""
+    names = [each.name for each in threading.enumerate()]
+    return [name for name in names if name.startswith("narrows-learner")]
+
+
+def overflowing_scaler() -> torch.amp.GradScaler:
+    """A scaler that skips the first steps."""
+    return torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-4)
 
 
 @dataclass

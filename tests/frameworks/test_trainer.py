@@ -1,8 +1,6 @@
 """Trainer, and those that are built on it, take part in a run with one line."""
 
-import json
 import logging
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,22 +74,10 @@ class Hook(TrainerCallback):
         self.at_step(state.global_step)
 
 
-def state_of(narrows: Narrows, address: str, name: str = "ours") -> str:
-    """What `narrows status` says that a learner does."""
-    assert narrows.run("status", address, "--json") == 0
-    printed = narrows.out[narrows.out.index("{\n") :]  # Trainer has printed before it.
-    return str(json.loads(printed)["learners"][name]["state"])
-
-
-def learner_threads() -> list[str]:
-    names = [each.name for each in threading.enumerate()]
-    return [name for name in names if name.startswith("narrows-learner")]
-
-
 def test_an_exception_leaves_nothing_behind(narrows: Narrows, tmp_path: Path) -> None:
     def fail(step: int) -> None:
         if step == 20:
-            assert learner_threads()
+            assert lab.learner_threads()
             raise RuntimeError("step 20")
 
     training = trainer(tmp_path, lab.llama())
@@ -100,9 +86,9 @@ def test_an_exception_leaves_nothing_behind(narrows: Narrows, tmp_path: Path) ->
         with pytest.raises(RuntimeError, match="step 20"):
             with joined(training, broker=run.address, name="ours"):
                 training.train()
-        assert not learner_threads()
+        assert not lab.learner_threads()
         assert not any(isinstance(each, Joined) for each in training.callback_handler.callbacks)
-        wait_until(lambda: state_of(narrows, run.address) == "left", "the broker to hear of it")
+        wait_until(lambda: lab.state_of(narrows, run.address) == "left", "the broker to hear of it")
         again = trainer(tmp_path, lab.llama(), max_steps=5)
         with joined(again, broker=run.address, name="ours") as member:
             again.train()
@@ -138,7 +124,7 @@ def test_evaluation_and_saving_are_pauses_and_an_early_end_is_told(
 
     class Look(TrainerCallback):
         def look(self, what: str, state: str) -> None:
-            wait_until(lambda: state_of(narrows, run.address) == state, f"{what}: {state}")
+            wait_until(lambda: lab.state_of(narrows, run.address) == state, f"{what}: {state}")
             seen[what] = state
 
         def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -161,7 +147,7 @@ def test_evaluation_and_saving_are_pauses_and_an_early_end_is_told(
     with broker(tmp_path, run__goal_tokens=100_000) as run, caplog.at_level(logging.WARNING):
         with joined(training, broker=run.address, name="ours"):
             training.train()
-        assert state_of(narrows, run.address) == "left"
+        assert lab.state_of(narrows, run.address) == "left"
     assert seen.keys() == {"evaluation", "saving", "step"}
     assert "of the run's goal: the model is then this learner's" in caplog.text
 
@@ -266,3 +252,14 @@ def test_a_trainer_of_trl_takes_part(tmp_path: Path, adapted: bool) -> None:
         with joined(training, broker=run.address, name="ours") as member:
             training.train()
         run.check(member.learner, training.state.num_input_tokens_seen)
+
+
+def test_a_step_that_a_scaler_skips_is_not_counted(tmp_path: Path) -> None:
+    training = trainer(tmp_path, lab.llama(), max_grad_norm=0.0, optim="adamw_torch")
+    training.accelerator.scaler = lab.overflowing_scaler()
+    with lab.run(tmp_path, lab.llama, 20e3) as run:
+        with joined(training, broker=run.address, name="ours") as member:
+            training.train()
+        steps = member.learner.stats()["steps"]
+        assert 0 < steps < training.state.global_step
+        run.check(member.learner, steps * lab.STEP_TOKENS)
