@@ -261,18 +261,28 @@ class FragmentSession:
         newer = self.tip > self.base or (self.standing is Standing.ADRIFT and self.tip >= 0)
         return newer and self.pushed is not Pushed.ENCODING
 
-    def adopt(self, keep: float, *, final: bool = False) -> Adopt:
-        """Moves the parameters to the tip; `final` makes them equal to it, whatever they were."""
+    @property
+    def missed_versions(self) -> bool:
+        """Several versions came out since the one that the parameters stand on."""
+        return self.standing is Standing.BASED and self.tip - self.base > 1
+
+    def adoption(self, keep: float, *, final: bool = False) -> Adopt:
+        """How the parameters move to the tip; `final` makes them equal to it, whatever they were.
+        Nothing changes yet."""
         assert self.tip >= 0, self
+        merged = self.pushed is Pushed.MERGED
+        push_id = self.push_id
         if final or self.standing is Standing.ADRIFT:
             keep = 0.0
-            if self.pushed is not Pushed.MERGED:  # Its work is overwritten, too.
-                self._settle()
-        merged = self.pushed is Pushed.MERGED
-        effect = Adopt(self.index, self.tip, self.push_id, keep, merged)
-        if keep == 0:
+            push_id = self.push_id if merged else 0  # The work of another push is overwritten, too.
+        return Adopt(self.index, self.tip, push_id, keep, merged)
+
+    def adopt(self, keep: float, *, final: bool = False) -> Adopt:
+        """Moves the parameters to the tip by `adoption`."""
+        effect = self.adoption(keep, final=final)
+        if effect.keep == 0:
             self.drop_unpushed()
-        if merged:
+        if effect.merged or not effect.push_id:
             self._settle()
         self.base = self.tip
         self.standing = Standing.FINAL if final else Standing.BASED

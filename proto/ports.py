@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from narrows.proto.codec import F32, PushChunk
 from narrows.proto.layout import Fragment
-from narrows.proto.messages import CodecName, Layout, RunSettings
+from narrows.proto.messages import CodecName, DiskStatus, Layout, RunSettings
 
 Done: TypeAlias = Callable[[Any, float], None]
 """Called on the loop with the result of the work, or the exception that ended it, and the time."""
@@ -146,6 +146,10 @@ class Store(Protocol[Version, State]):
 
     def end(self) -> None:
         """Makes durable that the run has ended."""
+
+    def figures(self) -> DiskStatus:
+        """The disk as the last write has found it."""
+        ...
 
     def check_folder(self) -> None:
         """Raises StateError if the state directory is gone."""

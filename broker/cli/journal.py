@@ -21,6 +21,7 @@ from narrows.broker.store import History, export_model
 from narrows.proto.config import check_output
 from narrows.proto.errors import ConfigError, ErrorCode, StateError, printable
 from narrows.proto.messages import Layout
+from narrows.proto.units import counted
 
 Directory: TypeAlias = Annotated[Path, Parameter(help="State directory of a broker.")]
 
@@ -75,7 +76,7 @@ def audit(directory: Directory) -> None:
         print("what lies after the first damage of a fragment was not looked at")
         raise StateError(
             ErrorCode.STATE_DAMAGED,
-            f"{len(found.problems)} problems stand above",
+            f"{counted(len(found.problems), 'problem')} above",
             remedy="put a backup back, or `narrows journal rollback`",
         )
 

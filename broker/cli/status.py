@@ -7,7 +7,7 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import zmq
 from rich.console import Console
@@ -25,10 +25,16 @@ from narrows.proto.errors import (
     printable,
 )
 from narrows.proto.keys import SiteKey, check_trust, read_site_key, servers_of
-from narrows.proto.messages import CONTROL_BYTES_MAX, AskStatus, Refuse, Status
+from narrows.proto.messages import (
+    CONTROL_BYTES_MAX,
+    AskStatus,
+    LearnerStatus,
+    Refuse,
+    Status,
+)
 from narrows.proto.sockets import Dial, Kind, needs_ipv6
 from narrows.proto.units import Size
-from narrows.proto.wire import decode_control, encode_control
+from narrows.proto.wire import decode_control, encode_control, plain
 
 LOOK_S: Final = 0.1
 """Longest time between two looks at a connection that says nothing."""
@@ -55,11 +61,11 @@ def status(
     answer = ask_status(address, site, timeout_s=timeout_s)
     if json:
         # ASCII alone: escape sequences that a peer has written do nothing to a terminal.
-        print(json_module.dumps(answer, indent=2))
+        print(json_module.dumps(plain(answer), indent=2))
         return
     for line in _headline(answer):
         print(printable(line))
-    Console(highlight=False, soft_wrap=True).print(_table(answer["learners"]))
+    Console(highlight=False, soft_wrap=True).print(_table(answer.learners))
     print(LEGEND)
 
 
@@ -88,8 +94,8 @@ def read_key(file: Path | None) -> SiteKey | None:
     return check_trust(read_site_key(file), file)
 
 
-def ask_status(broker: str, key: SiteKey | None, *, timeout_s: float) -> dict[str, Any]:
-    """The status map of a broker. Raises ConfigError, Refused, and BrokerUnreachable, after
+def ask_status(broker: str, key: SiteKey | None, *, timeout_s: float) -> Status:
+    """The Status of a broker. Raises ConfigError, Refused, and BrokerUnreachable, after
     `timeout_s` unless it is certain before."""
     address = parse_address(broker)
     until = time.monotonic() + timeout_s
@@ -101,7 +107,7 @@ def ask_status(broker: str, key: SiteKey | None, *, timeout_s: float) -> dict[st
     return _ask(address, key, last, until)
 
 
-def _ask(address: Address, key: SiteKey | None, server: str, until: float) -> dict[str, Any]:
+def _ask(address: Address, key: SiteKey | None, server: str, until: float) -> Status:
     """Asks over a connection that expects the broker whose public key is `server`."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
@@ -112,7 +118,7 @@ def _ask(address: Address, key: SiteKey | None, server: str, until: float) -> di
         context.destroy(linger=0)
 
 
-def _answer(dial: Dial, address: Address, until: float) -> dict[str, Any]:
+def _answer(dial: Dial, address: Address, until: float) -> Status:
     """Asks once for each connection: a broker that ends before it answers, and starts again, has
     not heard the question."""
     trouble: NarrowsError | None = None
@@ -129,7 +135,7 @@ def _answer(dial: Dial, address: Address, until: float) -> dict[str, Any]:
         if dial.socket.poll(0):
             said = decode_control(dial.socket.recv_multipart(), CONTROL_BYTES_MAX)
             if isinstance(said, Status):
-                return said.status
+                return said
             if isinstance(said, Refuse):
                 raise Refused(
                     ErrorCode(said.code),
@@ -144,38 +150,40 @@ def _answer(dial: Dial, address: Address, until: float) -> dict[str, Any]:
     )
 
 
-def _headline(said: dict[str, Any]) -> list[str]:
-    goal = f" of {said['goal_tokens']:,}" if said["goal_tokens"] else ""
-    versions = said["versions"]
-    spread = f"{min(versions)} to {max(versions)}" if versions else "none yet"
-    pushes = said["contributions"] / max(1, said["merges"])
+def _headline(said: Status) -> list[str]:
+    goal = f" of {said.goal_tokens:,}" if said.goal_tokens else ""
+    versions = [each.version for each in said.fragments]
+    spread = f"{min(versions)} to {max(versions)}" if min(versions, default=-1) >= 0 else "none yet"
+    pushes = said.contributions / max(1, said.merges)
+    line = said.line
     lines = [
-        f"run {said['run_id']}: {said['phase']}; the broker is up for {said['uptime_s']:.0f} s,"
-        f" has received {Size(said['up_bytes']).text()} and sent {Size(said['down_bytes']).text()}",
-        f"{said['run_tokens']:,}{goal} tokens are learned, {said['tokens_per_s']:,.0f} a second;"
+        f"run {said.run_id}: {said.phase}; the broker is up for {said.uptime_s:.0f} s,"
+        f" has received {Size(line.up_bytes).text()} and sent {Size(line.down_bytes).text()}",
+        f"{said.run_tokens:,}{goal} tokens are learned, {said.tokens_per_s:,.0f} a second;"
         f" newest versions of the fragments: {spread};"
-        f" {said['merges']:,} merges of {pushes:.2f} pushes since the broker's start",
+        f" {said.merges:,} merges of {pushes:.2f} pushes since the broker's start",
     ]
-    lines += [f"waits for {line}" for line in said["waiting_for"]]
-    lines += [each["hint"] for each in said["learners"].values() if each["hint"]]
+    lines += [f"waits for {each}" for each in said.waiting_for]
+    lines += [each.hint for each in said.learners.values() if each.hint]
     return lines
 
 
-def _table(learners: dict[str, dict[str, Any]]) -> Table:
+def _table(learners: dict[str, LearnerStatus]) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("learner", "state"):
         table.add_column(column)
     for column in ("heard", "steps/s", "loss", "logged", "merged", "behind"):
         table.add_column(column, justify="right")
     for name, each in learners.items():
+        state = f"{each.state}: {each.reason}" if each.reason else each.state
         table.add_row(
             printable(name),
-            Text(printable(each["state"])),  # Markup in the words of a peer would be obeyed.
-            f"{each['heard_s']:.0f} s",
-            f"{each['steps_per_s']:.2f}",
-            "-" if each["loss"] is None else f"{each['loss']:.3f}",
-            f"{each['logged_tokens']:,}",
-            f"{each['merged_tokens']:,}",
-            str(each["versions_behind"]),
+            Text(printable(state)),  # Markup in the words of a peer would be obeyed.
+            f"{each.heard_s:.0f} s",
+            f"{each.steps_per_s:.2f}",
+            "-" if each.loss is None else f"{each.loss:.3f}",
+            f"{each.logged_tokens:,}",
+            f"{each.merged_tokens:,}",
+            str(each.versions_behind),
         )
     return table

@@ -18,6 +18,7 @@ import re
 import shutil
 import sqlite3
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -41,7 +42,8 @@ from narrows.broker.store.history import (
 )
 from narrows.proto.errors import ErrorCode, StateError
 from narrows.proto.layout import fingerprint
-from narrows.proto.messages import TOKENS_MAX, Layout, Phase
+from narrows.proto.messages import TOKENS_MAX, DiskStatus, Layout, Phase
+from narrows.proto.units import counted
 from narrows.proto.wire import name_of
 
 LOCK: Final = "lock"
@@ -87,6 +89,9 @@ PRAGMA user_version = {SCHEMA_VERSION};
 SNAPSHOTS_KEPT: Final = 2
 """Per fragment: a start takes the older one if the newest is damaged."""
 
+COMMITS_MAX: Final = 256
+"""Commits of which a Status tells the times."""
+
 INCARNATIONS_KEPT: Final = 1024
 """A start knows the newest merged push of so many incarnations, the newest ones."""
 
@@ -117,8 +122,12 @@ class Store(History):
         self._snapshot_lock = Lock()
         """A snapshot holds it: the sweep of one must not meet the file of another before its
         row."""
+        self._commits_s = deque[float](maxlen=COMMITS_MAX)
+        """Seconds that the newest commits took."""
+        self._journal_bytes = 0
         with ExitStack() as undo:
             self._lock_fd = _take_folder(folder, undo)
+            self._free_bytes = _free_bytes(folder)
             with database_errors(folder / DATABASE):
                 self._db = _open(folder, durable)
             undo.callback(self._db.close)
@@ -199,8 +208,10 @@ class Store(History):
         Raises StateError if the directory is gone.
         """
         with self._lock:
+            began_at = time.perf_counter()
             self.check_folder()
-            places = self._packs.append([push.chunks for push in version.round_.contributions])
+            pushes = [push.chunks for push in version.round_.contributions]
+            places = self._packs.append(pushes)
             self._reach("appended")
             try:
                 with database_errors(self.file), self._db:
@@ -208,6 +219,9 @@ class Store(History):
             except OSError:
                 self._packs.take_back()
                 raise
+            self._commits_s.append(time.perf_counter() - began_at)
+            self._journal_bytes += sum(len(chunk) for chunks in pushes for chunk in chunks)
+            self._free_bytes = _free_bytes(self.folder)
         self._reach("durable")
 
     def snapshot(self, state: FragmentState) -> None:
@@ -227,6 +241,16 @@ class Store(History):
         """Makes durable that the run has ended. Raises DiskFull."""
         with self._lock, database_errors(self.file), self._db as db:
             db.execute("UPDATE run SET phase = :phase", {"phase": Phase.ENDED})
+
+    def figures(self) -> DiskStatus:
+        """The disk as the last write has found it; never waits for one."""
+        commits_ms = sorted(1000 * seconds for seconds in list(self._commits_s)) or [0.0]
+        return DiskStatus(
+            free_bytes=self._free_bytes,
+            journal_bytes=self._journal_bytes,
+            commit_p50_ms=commits_ms[len(commits_ms) // 2],
+            commit_p99_ms=commits_ms[len(commits_ms) * 99 // 100],
+        )
 
     def published_digest(self, fragment: int, version: int) -> int | None:
         """Digest of the published copy at a durable version; None: this history has no such
@@ -408,15 +432,25 @@ class Store(History):
                 raise files.damaged(
                     self.file,
                     expected="rows for the files beside it",
-                    got=f"a run without version 0 beside {len(strange)} files,"
+                    got=f"a run without version 0 beside {counted(len(strange), 'file')},"
                     f" such as {strange[0]}",
                 )
             return
+        kept_bytes = self.file.stat().st_size
         for path in found:
-            if path not in known and aside is not None:
+            if path in known:
+                kept_bytes += path.stat().st_size
+            elif aside is not None:
                 shutil.move(path, aside)  # From another file system, where packs/ may lie on one.
-            elif path not in known:
+            else:
                 path.unlink(missing_ok=True)
+        self._journal_bytes = kept_bytes
+
+
+def _free_bytes(folder: Path) -> int:
+    """Bytes that this user may still write there."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
 
 
 def _insert_into(table: str, columns: Sequence[str]) -> str:

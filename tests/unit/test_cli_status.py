@@ -14,7 +14,7 @@ from run_cases import admitted, broker, stranger
 from narrows.bench.kit.processes import WAIT_S
 from narrows.broker.cli import status
 from narrows.proto.keys import AllowList, SiteKey, new_pair, read_site_key, write_site_key
-from narrows.proto.messages import Status
+from narrows.proto.messages import FragmentStatus, LearnerStatus, LineStatus, Status
 from narrows.proto.wire import encode_control
 
 
@@ -44,7 +44,7 @@ def test_status_waits_for_a_broker_that_stops_and_starts_again() -> None:
             with context.socket(zmq.ROUTER) as router:
                 router.bind(f"tcp://127.0.0.1:{port}")
                 peer, *_ = router.recv_multipart()
-                router.send_multipart([peer, *encode_control(Status({"phase": "running"}))])
+                router.send_multipart([peer, *encode_control(Status(phase="running"))])
                 # libzmq drops an answer that is not read yet when the connection ends.
                 heard.wait(WAIT_S)
 
@@ -53,7 +53,7 @@ def test_status_waits_for_a_broker_that_stops_and_starts_again() -> None:
         said = status.ask_status(f"tcp://127.0.0.1:{port}", None, timeout_s=30)
         heard.set()
         broker.join()
-    assert said == {"phase": "running"}
+    assert said.phase == "running"
 
 
 OTHER_PROGRAM = "another program listens there"
@@ -101,16 +101,12 @@ def test_the_words_of_a_learner_are_no_markup(
     narrows: Narrows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Holds `status`."""
-    learner = {
-        "state": "paused: [/red]", "heard_s": 0.1, "steps_per_s": 2.0, "loss": None, "hint": "",
-        "logged_tokens": 5, "merged_tokens": 4, "versions_behind": 1,
-    }  # fmt: skip
-    said = {
-        "run_id": "f00d", "epoch": "1-1", "mode": "decoupled", "phase": "running", "uptime_s": 1.0,
-        "run_tokens": 4, "goal_tokens": 8, "tokens_per_s": 2.0, "versions": [1, 2], "merges": 1,
-        "contributions": 2, "waiting_for": ["a to push"], "up_bytes": 5e6, "down_bytes": 10,
-        "learners": {"a": learner},
-    }  # fmt: skip
+    said = Status(
+        phase="running", run_tokens=4, goal_tokens=8, merges=1, contributions=2,
+        fragments=(FragmentStatus(version=1), FragmentStatus(version=2)),
+        line=LineStatus(up_bytes=5_000_000, down_bytes=10), waiting_for=("a to push",),
+        learners={"a": LearnerStatus(state="paused", reason="[/red]")},
+    )  # fmt: skip
     monkeypatch.setattr(status, "ask_status", lambda *_, **__: said)
     assert narrows.run("status") == 0
     assert "paused: [/red]" in narrows.out and "received 5MB and sent 10B" in narrows.out

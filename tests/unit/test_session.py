@@ -770,16 +770,22 @@ def test_a_slow_learner_pushes_at_every_boundary_and_keeps_everything() -> None:
     assert [each.base for each in seat.take(Snapshot) if each.fragment == 0] == [2]
 
 
-def test_work_of_an_absence_is_given_up_but_its_waiting_push_is_not() -> None:
+@pytest.mark.parametrize(("period_s", "is_warned_of"), [(0.02, False), (2.0, True)])
+def test_work_of_an_absence_is_given_up_but_its_waiting_push_is_not(
+    period_s: float, is_warned_of: bool
+) -> None:
+    """Where a period is as short as a hiccup of the machine, a healthy run does not warn of it."""
     seat = waiting()
-    seat.step(9)
+    seat.step(9, after_s=0.001)
     for absence in (1, 2):
-        seat.told(heads=(2 * absence, 2 * absence))
+        seat.told(heads=(2 * absence, 2 * absence), period_s=period_s)
         for fragment in range(2):
             for version in (2 * absence - 1, 2 * absence):
                 seat.publish(fragment, version)
-            seat.step(10)
-        assert seat.noted() == ["given_up"], "once for an absence, whatever the fragments"
+            seat.step(10, after_s=0.001)
+        (note,) = seat.take(Note)  # Once for an absence, whatever the fragments.
+        assert note.event == "given_up" and note.warning is is_warned_of
+        assert ("raise fragments.sync_period_steps" in note.text) is not is_warned_of
     first = seat.take(Adopt)[0]
     assert first == Adopt(0, 2, 1, 0.0, merged=False)
     assert seat.session.parts[0].push_id == 1 and seat.session.parts[0].lost_tokens > 9 + 10

@@ -47,7 +47,7 @@ CONTROL: tuple[msg.ControlMessage, ...] = (
     msg.Push(fragment=0, push_id=1, base=0, tokens=48, steps=3),
     msg.Refuse("bad_payload", "zstd frame", "one whole frame", "damage", "", 0, 1),
     msg.AskStatus(),
-    msg.Status({"phase": "running", "learners": [{"name": "site-a/0", "tokens": 64}]}),
+    msg.Status(phase="running", learners={"site-a/0": msg.LearnerStatus(steps=64)}),
     msg.Bye("the run has ended"),
 )  # fmt: skip
 
