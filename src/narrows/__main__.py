@@ -34,6 +34,7 @@ LAZY: Final = {
     "keys": ("broker.cli.keys:keys", "Make, show, admit and revoke keys."),
     "journal": ("broker.cli.journal:journal", "Show, check or roll back a state directory."),
     "export": ("broker.cli.journal:export", "Write the global model, or its layout."),
+    "mirror": ("broker.cli.mirror:mirror", "Copy a state directory to an object store, and back."),
     "bench": ("bench.cli:bench", "Measure codec, bandwidth, rounds, lives under failure."),
     "debug frame": ("broker.cli.debug:frame", "Show a message of the wire."),
     "debug replay": ("bench.replay:replay", "Play again what a broker or a learner has decided."),
