@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from statistics import quantiles
 from typing import Any, Final
 
-from narrows.broker.page.words import figures, learner_text, listed, run_line, seconds
-from narrows.broker.verdict import Verdict, verdict
+from narrows.broker.page.words import figures, learner_text, run_line
+from narrows.broker.verdict import Verdict, duration, named, verdict
 from narrows.proto.messages import LearnerState, LearnerStatus, LineStatus, Status
 
 BIN_S: Final = 5.0
@@ -123,7 +123,7 @@ class History:
         self.is_answering = False
         self.verdict = Verdict(
             "bad",
-            f"The broker has not answered for {seconds(now - self._gone_at)}",
+            f"The broker has not answered for {duration(now - self._gone_at)}",
             f"{error}. Start it again with its state directory: learners train on meanwhile, and"
             " this page goes on by itself.",
         )
@@ -154,7 +154,7 @@ class History:
 
     def _tell_broker(self, before: Status, status: Status, now: float) -> None:
         if not self.is_answering:
-            away = seconds(now - self._gone_at)
+            away = duration(now - self._gone_at)
             self._notice(f"the broker is back after {away}", now)
         elif before.epoch != status.epoch:
             self._notice("the broker has started again", now)
@@ -194,7 +194,7 @@ class History:
                 moved.setdefault(learner.state, []).append(name)
         if before is not None:
             for state, names in moved.items():
-                self._notice(f"{listed(names)}: {state}", now)
+                self._notice(f"{named(names)}: {state}", now)
 
     def _take_loss(self, status: Status) -> None:
         losses = {

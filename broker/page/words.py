@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
-
+from narrows.broker.verdict import duration
 from narrows.proto.messages import LearnerState, LearnerStatus, Status
 from narrows.proto.units import Size
-
-NAMES_MAX: Final = 4
-"""Most names in one line."""
 
 
 def figures(
@@ -63,14 +58,14 @@ def run_line(status: Status) -> str:
     life = status.epoch.partition("-")[0]
     return (
         f"run {status.run_id}, {status.phase}, {status.settings.mode}; broker {status.narrows},"
-        f" life {life}, up for {seconds(status.uptime_s)}"
+        f" life {life}, up for {duration(status.uptime_s)}"
     )
 
 
 def learner_text(learner: LearnerStatus) -> str:
     """What a learner does now, in a few words. Seconds are rounded, so that the words of a learner
     that is away for long change rarely."""
-    since = seconds(learner.since_s)
+    since = duration(learner.since_s)
     if learner.state != LearnerState.TRAINING:
         reason = f": {learner.reason}" if learner.reason else ""
         return f"{learner.state}{reason}, for {since}"
@@ -80,25 +75,6 @@ def learner_text(learner: LearnerStatus) -> str:
     if learner.versions_behind > 1:
         text += f", {learner.versions_behind} versions behind"
     return text
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names in one line, not too many."""
-    shown = ", ".join(names[:NAMES_MAX])
-    more = len(names) - NAMES_MAX
-    return f"{shown} and {more} more" if more > 0 else shown
-
-
-def seconds(value: float) -> str:
-    """12.3 -> "12 s", 4000 -> "1 h 6 min"."""
-    whole = round(value)
-    if whole < 120:
-        return f"{whole} s"
-    if whole < 7200:
-        return f"{whole // 60} min"
-    if whole < 172800:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
-    return f"{whole // 86400} days"
 
 
 def short(value: float) -> str:
@@ -119,7 +95,7 @@ def _of_goal(status: Status) -> str:
 def _time_left(status: Status) -> str:
     if status.left_s is None:
         return ""
-    return f"{seconds(status.left_s)} to the goal"
+    return f"{duration(status.left_s)} to the goal"
 
 
 def _last_merge(status: Status) -> tuple[str, str]:

@@ -41,7 +41,9 @@ class Shown:
     def __init__(self, browser: Browser, address: str, size: str, scheme: str) -> None:
         width, height = SIZES[size]
         context = browser.new_context(
-            viewport={"width": width, "height": height}, color_scheme=COLOUR_SCHEMES[scheme], bypass_csp=True
+            viewport={"width": width, "height": height},
+            color_scheme=COLOUR_SCHEMES[scheme],
+            bypass_csp=True,
         )
         self.page: Page = context.new_page()
         self.page.set_default_timeout(PATIENCE_MS)
@@ -112,6 +114,7 @@ def test_a_run_is_seen_from_the_first_learner_to_a_broker_that_returns(
     wide.reads(lane, "site-b")
     kill_s = seconds(wide.page, victim.kill, lane, "silent")
     wide.reads("#notices", "site-b: silent")
+    wide.reads("#sentence", "site-b has not been heard", "the other trains on")
     site.contribute("site-a", count=10)
     for shown in (wide, phone):
         shown.check()
