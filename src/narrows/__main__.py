@@ -30,6 +30,7 @@ LAZY: Final = {
     "status": ("broker.cli.status:status", "Say how a run is, and show its learners."),
     "watch": ("broker.cli.status:watch", "Follow a run: a line now and then, also as JSON."),
     "doctor": ("broker.cli.doctor:doctor", "Say what is wrong with a line, a run or its broker."),
+    "page": ("broker.cli.page:page", "Show a run in a browser, and serve its metrics."),
     "plan": ("broker.cli.plan:plan", "Say what a run will need: rates, memory, disk."),
     "keys": ("broker.cli.keys:keys", "Make, show, admit and revoke keys."),
     "journal": ("broker.cli.journal:journal", "Show, check or roll back a state directory."),
