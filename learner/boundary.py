@@ -46,9 +46,11 @@ class Boundary:
         """The host hears of a task last: what it has not heard of counts as half done."""
         host = self._host
         match task:
-            case do.Move(effect, fragment, rule):
+            case do.Move(effect, fragment, rule, prepared):
                 self.adopting(effect)
-                host.island.adopt(fragment, host.island.prepare(fragment, rule))
+                if prepared is None:
+                    prepared = host.island.prepare(fragment, rule)
+                host.island.adopt(fragment, prepared)
                 host.adopted(effect, rule.new)
             case do.TakeSnapshot(effect, fragment, published):
                 settings = host.session.settings

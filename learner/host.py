@@ -9,8 +9,9 @@ digest, encode and send belongs to the pool and the loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from msgspec import structs
@@ -33,10 +34,23 @@ from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError, f
 from narrows.proto.flow import Sender
 from narrows.proto.layout import Fragment, check_layout, differences
 from narrows.proto.messages import LOSSLESS, DataKind, Header
-from narrows.proto.ports import Adoption, CodedPush, Copy, Island, Pool, Wires
+from narrows.proto.ports import Adoption, CodedPush, Copy, Island, Pool, Prepared, Wires
 
 SENDS_PER_TURN: Final = 16
 """Data messages that leave before the training thread may have the lock."""
+
+PREPARED_MAX: Final = 2
+"""Adoptions that are prepared ahead: at most two rounds are in flight. Each takes 4 bytes an
+element; a learner that makes no steps for a while would prepare its whole model."""
+
+
+@dataclass(eq=False)
+class Ahead:
+    """An adoption that a worker prepares before its boundary."""
+
+    rule: Adoption
+    prepared: Prepared | None = None
+    """None: not yet."""
 
 
 class LearnerHost:
@@ -71,6 +85,8 @@ class LearnerHost:
         """By fragment, the newest published copy that is whole here."""
         self.pushes: dict[tuple[int, int], CodedPush] = {}
         """By fragment and push id, until the session has done with the push."""
+        self.ahead: dict[int, Ahead] = {}
+        """By fragment, the adoption that its next boundary will make, as far as is known."""
         self.seeds: dict[int, list[EncodedChunk] | None] = {}
         """Fragments of version 0 that the broker wants, as coded; None: not yet."""
         self._wires = wires
@@ -114,6 +130,7 @@ class LearnerHost:
     def turn(self, now: float) -> None:
         """The time has come, or a socket has room: sends what may leave."""
         self.perform(now)
+        self._prepare(now)
         self._pump(now)
 
     def deadline(self, now: float) -> float:
@@ -137,13 +154,13 @@ class LearnerHost:
                 case do.Snapshot(index):
                     tasks.append(do.TakeSnapshot(effect, self._fragment(index), bases[index]))
                 case do.Adopt(index):
-                    new = self.tips[index]
-                    # An adoption that keeps nothing, such as the first, needs no old copy.
-                    old = bases[index] if effect.keep > 0 else new
-                    bases[index] = new
-                    push = self.pushes[index, effect.push_id] if effect.push_id else None
-                    rule = Adoption(old, new, push, effect.keep, effect.merged)
-                    tasks.append(do.Move(effect, self._fragment(index), rule))
+                    rule = self._rule(effect, bases)
+                    bases[index] = rule.new
+                    ahead = self.ahead.get(index)
+                    prepared = None
+                    if ahead is not None and ahead.rule == rule:
+                        prepared = ahead.prepared
+                    tasks.append(do.Move(effect, self._fragment(index), rule, prepared))
 
         # One at a time, because a lossless model is large; the next follows at the next call.
         wanted = [index for index, seed in self.seeds.items() if seed is None]
@@ -151,9 +168,41 @@ class LearnerHost:
             tasks.append(do.Read(self._fragment(wanted[0])))
         return tasks
 
+    def _rule(self, effect: do.Adopt, bases: Mapping[int, Copy]) -> Adoption:
+        index = effect.fragment
+        new = self.tips[index]
+        # An adoption that keeps nothing, such as the first, needs no old copy.
+        old = bases[index] if effect.keep > 0 else new
+        push = self.pushes[index, effect.push_id] if effect.push_id else None
+        return Adoption(old, new, push, effect.keep, effect.merged)
+
+    def _prepare(self, now: float) -> None:
+        """A worker computes what the next boundary will adopt, so that the training thread performs
+        the last pass alone. Where the rule is another one at the boundary, as when the share that
+        it keeps has changed, that thread prepares it anew."""
+        foreseen: dict[int, Adoption] = {}
+        if not self.session.effects:  # Else a task is under way that moves bases.
+            for effect in self.session.foreseen(now)[:PREPARED_MAX]:
+                foreseen[effect.fragment] = self._rule(effect, self._bases)
+        self.ahead = {
+            index: each for index, each in self.ahead.items() if foreseen.get(index) == each.rule
+        }
+        for index, rule in foreseen.items():
+            if index not in self.ahead:
+                ahead = self.ahead[index] = Ahead(rule)
+                work = partial(self.island.prepare, self._fragment(index), rule)
+                self._pool.run(work, partial(self._prepared, ahead))
+
+    def _prepared(self, ahead: Ahead, result: Prepared | BaseException, now: float) -> None:
+        if isinstance(result, BaseException):
+            self._refuse(result)  # The training thread prepares it.
+        else:
+            ahead.prepared = result
+
     def adopted(self, effect: do.Adopt, new: Copy) -> None:
         """The parameters of the fragment have moved to this copy."""
         self.seeds.clear()  # Version 0 is durable.
+        self.ahead.pop(effect.fragment, None)
         self._bases[effect.fragment] = new
         self._drop_effect(effect)  # Last: an exception may come between any two lines.
 

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from narrows.learner.clock import RunClock, StepTimes
 from narrows.learner.effects import Adopt, Effect, Note, SendChunks, Snapshot
-from narrows.learner.fragment import FragmentSession, Pushed, Standing
+from narrows.learner.fragment import NO_LOSSES, FragmentSession, Pushed, Standing
 from narrows.proto import messages as msg
 from narrows.proto import timing
 from narrows.proto.errors import ErrorCode, NarrowsError, Refused
@@ -109,6 +109,7 @@ class Session:
         model."""
         self.steps = self.tokens = 0
         self.loss: float | None = None
+        self._losses = NO_LOSSES
         self.paused: str | None = None
         self.connected = False
         """A Welcome has come since the last sign that the connection is gone."""
@@ -137,8 +138,8 @@ class Session:
         self._leaving_at: float | None = None
         self._warned_offline: set[Note] = set()
         """The warnings of the present outage."""
-        self._warned_given_up = False
-        """The warning that work is given up, until no fragment is far behind any more."""
+        self._noted_given_up = False
+        """That work is given up, until no fragment is far behind any more."""
         self._disowned = False
 
     # What the training thread asks.
@@ -183,6 +184,17 @@ class Session:
             return False
         exchanges = any(self._adopts(part) or self._pushes(part, 1) for part in self.parts)
         return exchanges or self.must_wait(now, steps_ahead=1)
+
+    def foreseen(self, now: float) -> list[Adopt]:
+        """The adoptions of the next boundary, as it would decide them now: they can be prepared. A
+        training thread that waits adopts at once, and nothing is worth preparing for it."""
+        if self.ended or self.must_wait(now):
+            return []
+        return [
+            part.adoption(self._keep(part), final=self._has_ended)
+            for part in self.parts
+            if self._adopts(part)
+        ]
 
     def run_tokens(self, now: float) -> float:
         """The run's clock in tokens of all learners. It never falls."""
@@ -473,6 +485,7 @@ class Session:
         self.steps += 1
         self.tokens += tokens
         self.loss = loss
+        self._losses = self._losses.with_one(loss)
         self._step_times.stepped(now)
         self._awake()
         if self.beat.phase is Phase.RUNNING:
@@ -599,41 +612,60 @@ class Session:
         """Adopts, then pushes, fragment by fragment."""
         if self.ended:
             return
-        has_ended = self.beat.phase is Phase.ENDED
         for part in self.parts:
             if self._adopts(part):
-                self.effects.append(part.adopt(self._keep(part), final=has_ended))
+                keep = self._keep(part)
+                self._note_given_up(part, keep)
+                self.effects.append(part.adopt(keep, final=self._has_ended))
             if self._pushes(part):
                 self._push_id += 1
-                self.effects.append(part.snapshot(self._push_id))
+                self.effects.append(part.snapshot(self._push_id, self._losses))
         if all(part.head - part.base <= 1 for part in self.parts):
-            self._warned_given_up = False
+            self._noted_given_up = False
+
+    @property
+    def _has_ended(self) -> bool:
+        return self.beat.phase is Phase.ENDED
 
     def _adopts(self, part: FragmentSession) -> bool:
         """Whether the parameters of a fragment move to its newest copy at this boundary."""
-        if self.beat.phase is Phase.ENDED:  # They take the final model and no version before it.
+        if self._has_ended:  # They take the final model and no version before it.
             return part.tip == part.head >= 0 and part.standing is not Standing.FINAL
         return part.can_adopt and not self._disowned
 
     def _keep(self, part: FragmentSession) -> float:
         """The share of the unpushed work that an adoption keeps."""
-        if self.beat.phase is Phase.ENDED:
+        if self._has_ended:
             return 0.0  # The final model is everybody's, bit for bit.
         if self._is_slow():
             return 1.0  # It is pushed whole at this very boundary.
-        missed = part.tip - part.base
-        if missed > 1 and part.standing is Standing.BASED:
-            if part.tokens and not self._warned_given_up:
-                self._warned_given_up = True
-                self._note(
-                    "given_up",
-                    f"{missed} versions came out without this learner: what it has learned and"
-                    f" not sent since, {part.tokens:,} tokens, is given up",
-                )
+        if part.missed_versions:
             return 0.0  # Old work on an old point.
         if self.steps <= self.ramp_steps:
             return 0.0  # Steps of an optimizer that warms up.
         return 1.0 if self.stopping else self.settings.keep
+
+    def _note_given_up(self, part: FragmentSession, keep: float) -> None:
+        """Tells of the work that an adoption gives up: once, until no fragment is far behind any
+        more. A pause of the machine that is no absence, and a step that takes long because it
+        compiles, are no trouble: they warn of nothing."""
+        is_given_up = keep == 0 and part.missed_versions and not self._has_ended
+        if not is_given_up or not part.tokens or self._noted_given_up:
+            return
+        self._noted_given_up = True
+        missed = part.tip - part.base
+        text = (
+            f"{missed} versions came out without this learner: what it has learned and not sent"
+            f" since, {part.tokens:,} tokens, is given up"
+        )
+        period_s = self.beat.period_s
+        is_absence = missed * period_s >= timing.SILENT_S
+        if not is_absence:
+            text += (
+                f". In this run a version comes out every {period_s:.2g} s, so a short pause of the"
+                " machine costs that; where it happens often, raise fragments.sync_period_steps"
+            )
+        self._note("given_up", text, warning=is_absence and part.steps > 1)
 
     def _pushes(self, part: FragmentSession, steps_ahead: int = 0) -> bool:
         """Whether the unpushed work of a fragment becomes a push at this boundary, or after so many

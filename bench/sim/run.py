@@ -36,10 +36,10 @@ from narrows.learner.boundary import Boundary
 from narrows.learner.host import LearnerHost
 from narrows.learner.island import HostIsland, ParameterSource
 from narrows.learner.session import Session
-from narrows.proto.codec import F32, round_to_dtype
+from narrows.proto.codec import CODECS, F32, round_to_dtype
 from narrows.proto.layout import Fragment, Piece
 from narrows.proto.messages import DtypeName, Layout, LayoutEntry
-from narrows.proto.ports import Copy, Prepared
+from narrows.proto.ports import Adoption, Copy, Prepared
 from narrows.proto.wire import asked_topic, live_topic
 
 ENTRIES: Final = (
@@ -117,7 +117,7 @@ class Draw(Plan):
         rng = Random(seed)
         learners = rng.choice([2, 2, 3, 3, 4])
         steps_s = [0.03 * 10 ** rng.uniform(0, 1.6) for _ in range(learners)]
-        codec = rng.choice(["int4-zstd", "int4-zstd", "int8-zstd", "f32-blosc2"])
+        codec = rng.choice([next(iter(CODECS)), *CODECS])  # The default one twice as often.
         settings: dict[str, object] = {
             "fragments.count": rng.randint(1, 4),
             "fragments.sync_period_steps": rng.choice([6, 10, 20]),
@@ -254,6 +254,8 @@ class Watched(HostIsland):
     def __init__(self, source: ParameterSource, site: Site) -> None:
         super().__init__(source)
         self._site = site
+        self._bases: dict[int, Copy] = {}
+        """By fragment, the copy that was adopted last."""
 
     def copy(self, fragment: Fragment, values: F32) -> Copy:
         run = self._site.run
@@ -266,10 +268,17 @@ class Watched(HostIsland):
         # With keep 0 the parameters are overwritten, whatever they were.
         if prepared.keep > 0 and fragment.index not in site.versions:
             raise Wrong(f"whole: {site.name} adopts {fragment.index}, which stands on nothing")
+        effect = site.adopting
+        new = site.host.tips[fragment.index]
+        old = self._bases.get(fragment.index, new)
+        push = site.host.pushes[fragment.index, effect.push_id] if effect.push_id else None
+        due = super().prepare(fragment, Adoption(old, new, push, effect.keep, effect.merged))
+        site.run.checkers.prepared(site, prepared, due)
         # An exception comes before a fragment is written, or else it counts as half written.
         site.reach()
         site.versions.pop(fragment.index, None)
         super().adopt(fragment, prepared)
+        self._bases[fragment.index] = new
         site.reach()
         site.versions[fragment.index] = site.host.session.parts[fragment.index].base
 

@@ -33,6 +33,7 @@ from narrows.proto.timing import (
     REFUSALS_MAX,
     REFUSALS_S,
 )
+from narrows.proto.units import counted
 from narrows.proto.wire import name_of, speaks_for
 
 ADMITTED_S: Final = 2.0
@@ -261,7 +262,8 @@ class Door:
         now_allowed = self._allowed.keys
         gone = {key: site for key, site in before.keys.items() if now_allowed.get(key) != site}
         cut_off = f"; cut off: {', '.join(sorted(gone.values()))}" if gone else ""
-        _log.info("the allow list was read again: %d keys%s", len(now_allowed), cut_off)
+        keys = counted(len(now_allowed), "key")
+        _log.info("the allow list was read again: %s%s", keys, cut_off)
         sites_without_key = set(gone.values()) - set(now_allowed.values())
         return set(gone), sorted(sites_without_key)
 

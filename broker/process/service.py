@@ -28,6 +28,7 @@ from narrows.broker.syncer.events import Finish, Note
 from narrows.proto.errors import ErrorCode, StateError, printable
 from narrows.proto.events import EventFile, write_inputs
 from narrows.proto.messages import RefusalStatus, Status
+from narrows.proto.units import counted
 from narrows.proto.wire import plain
 from narrows.proto.workers import Workers
 
@@ -210,7 +211,8 @@ class LimitRepeats(logging.Filter):
         now = self._clock()
         if now >= self._since_s + REPEATS_S:
             if self._hidden:
-                record.msg = f"{record.getMessage()} ({self._hidden} lines were hidden)"
+                hidden = counted(self._hidden, "line")
+                record.msg = f"{record.getMessage()} (left out: {hidden})"
                 record.args = ()
             self._since_s = now
             self._hidden = 0

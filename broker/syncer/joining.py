@@ -12,6 +12,7 @@ from narrows.broker.syncer.state import State
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, fault, short
 from narrows.proto.timing import HEARD_S
+from narrows.proto.units import counted
 from narrows.proto.wire import name_of, speaks_for
 
 STRANGER_S: Final = 60.0
@@ -215,10 +216,11 @@ class Joining:
             if known != copy.digest:
                 go_back.append(fragment)
         if versions_ahead:
+            ahead = counted(versions_ahead, "version")
             state.note(
                 "history_lost",
-                f"{hello.name} holds {versions_ahead} versions that this state directory has not: "
-                "it is an older copy. The learner goes back to it",
+                f"{hello.name} holds {ahead} that this state directory has not: it is an older "
+                "copy. The learner goes back to it",
                 warning=True,
                 learner=hello.name,
                 versions=versions_ahead,

@@ -28,6 +28,7 @@ LAZY: Final = {
     "learner": ("bench.reference.worker:learner", "Train a small GPT as one learner."),
     "relay": ("broker.cli.relay:relay", "Pass publications on to the learners of a site."),
     "status": ("broker.cli.status:status", "Show the learners and the progress of a run."),
+    "doctor": ("broker.cli.doctor:doctor", "Say what is wrong with a line, a run or its broker."),
     "plan": ("broker.cli.plan:plan", "Say what a run will need: rates, memory, disk."),
     "keys": ("broker.cli.keys:keys", "Make, show, admit and revoke keys."),
     "journal": ("broker.cli.journal:journal", "Show, check or roll back a state directory."),

@@ -16,7 +16,11 @@ from narrows.proto.config import describe, parse_address
 from narrows.proto.errors import ConfigError
 from narrows.proto.keys import AllowList, SiteKey, new_pair
 from narrows.proto.messages import Mode
-from narrows.proto.units import Amount, BitRate, Duration, Quantity
+from narrows.proto.units import Amount, BitRate, Duration, Quantity, counted
+
+
+def test_things_are_counted_in_words() -> None:
+    assert [counted(count, "key") for count in (0, 1, 2)] == ["no keys", "1 key", "2 keys"]
 
 
 @pytest.mark.parametrize(

@@ -506,14 +506,14 @@ def test_a_flood_of_one_kind_of_line_is_cut_and_told() -> None:
     passed = [passes("refused site-a") for _ in range(REPEATS_MAX + 5)]
     assert passed == ["bad"] * REPEATS_MAX + [""] * 5 and passes("joined")
     now[0] += REPEATS_S
-    assert passes("later") == "bad (5 lines were hidden)"
+    assert passes("later") == "bad (left out: 5 lines)"
     passed = [passes(f"refused site-{number}") for number in range(2 * KINDS_MAX)]
     assert passed.count("bad") == KINDS_MAX - 1 + REPEATS_MAX, "new names are one kind by then"
     assert passes("disk ") and passes("an error", logging.ERROR) and passes("later")
     assert not passes("refused site-x")
     now[0] += REPEATS_S
     hidden = KINDS_MAX + 1 - REPEATS_MAX + 1
-    assert passes("one more") == f"bad ({hidden} lines were hidden)"
+    assert passes("one more") == f"bad (left out: {hidden} lines)"
 
 
 def test_a_flood_of_notes_leaves_the_events_file_its_other_lines(tmp_path: Path) -> None:

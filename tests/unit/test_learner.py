@@ -1,10 +1,12 @@
 """The ten-line loop with a real broker on loopback: joining, training, outages, leaving."""
 
+import itertools
 import math
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from run_cases import Broker, broker, stranger, tiny, train
-from torch import nn
+from run_cases import STEP, Broker, broker, stranger, tiny, train
+from torch import Tensor, nn
 from torch.optim import swa_utils
 
-from narrows.bench.kit.processes import wait_until
+from narrows.bench.kit.processes import WAIT_S, wait_until
 from narrows.learner import (
     BrokerUnreachable,
     ConfigError,
@@ -393,6 +395,85 @@ def test_the_last_of_several_optimizers_is_the_boundary_or_the_loop_says_when(ru
         assert not learner.stats()["steps"]
         learner.step()
         assert learner.stats()["logged_tokens"] == 5
+
+
+class Life:
+    """A learner that trains by optimizers of one kind, from the constructor to the final model."""
+
+    KINDS = ("plain", "fused", "muon", "muon-last", "lbfgs", "scaler", "compiled")
+
+    def __init__(self, kind: str, address: str) -> None:
+        self.model = tiny()
+        self._kind = kind
+        self._optimizers = self._made()
+        self._scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=kind == "scaler")
+        self.learner = Learner(self.model, self._optimizers, broker=address, name=kind)
+        self.tokens = self.skipped = self._batches = 0
+        """`tokens` is an independent count of what the steps have learned from."""
+
+    def _made(self) -> list[Any]:
+        """The optimizers, in the order of their steps."""
+        if self._kind == "lbfgs":
+            return [torch.optim.LBFGS(self.model.parameters(), lr=1e-2, max_iter=2)]
+        if "muon" not in self._kind:
+            is_fused = self._kind == "fused"
+            return [torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=is_fused)]
+        matrices = [each for each in self.model.parameters() if each.dim() == 2]
+        vectors = [each for each in self.model.parameters() if each.dim() != 2]
+        both = [torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(vectors, lr=1e-3)]
+        return both if self._kind == "muon" else both[::-1]
+
+    def train(self, all_have_stepped: threading.Barrier) -> None:
+        """The loop of the documentation. All wait for the first step of each: to compile one takes
+        longer than a whole run of the others."""
+        closure = [self._loss] if self._kind == "lbfgs" else []
+        with self.learner as learner:
+            if self._kind == "compiled":
+                compiled = torch.compile(self._optimizers[0].step, backend="eager")
+                self._optimizers[0].step = compiled
+            for index in learner.until_end(itertools.count()):
+                learner.log(tokens=8, loss=self._loss())
+                scale = self._scaler.get_scale()
+                for each in self._optimizers:
+                    self._scaler.step(each, *closure)
+                self._scaler.update()
+                if self._scaler.get_scale() < scale:
+                    learner.discard()
+                    self.skipped += 1
+                else:
+                    self.tokens += 8
+                if index == 0:
+                    all_have_stepped.wait(WAIT_S)
+                STEP.wait(0.002)
+
+    def _loss(self) -> Tensor:
+        """The loss of a batch, and its gradients. Where a scaler is on, each fifth overflows."""
+        self._batches += 1
+        self.model.zero_grad()
+        loss: Tensor = self.model(torch.randn(8, 32)).square().mean()
+        if self._scaler.is_enabled() and self._batches % 5 == 0:
+            loss = loss * torch.inf
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # The compiler's own.
+def test_optimizers_of_every_kind_train_one_model_with_exact_tokens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("CRITICAL", "torch.__trace")  # Megabytes of what the compiler does.
+    count = len(Life.KINDS)
+    settings = {"run__learners_at_start": count, "run__goal_tokens": 3200}
+    with broker(tmp_path, **settings) as run, ThreadPoolExecutor(count) as pool:
+        lives = [Life(kind, run.address) for kind in Life.KINDS]
+        list(pool.map(Life.train, lives, [threading.Barrier(count)] * count))
+        run.join()
+    final = lives[0].model.state_dict()
+    for life, kind in zip(lives, Life.KINDS, strict=True):
+        stats = life.learner.stats()
+        assert stats["logged_tokens"] == life.tokens >= stats["merged_tokens"] > 0, kind
+        assert all(final[name].equal(each) for name, each in life.model.state_dict().items()), kind
+        assert (life.skipped > 0) is (kind == "scaler")
 
 
 def test_a_newcomer_warms_up_and_pauses(run: Broker) -> None:

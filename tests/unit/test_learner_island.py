@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from narrows.learner.gpu import TorchIsland
 from narrows.learner.parameters import Parameters
-from narrows.proto.codec import F32, decode_chunk, values_of
+from narrows.proto.codec import CODECS, F32, decode_chunk, values_of
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 from narrows.proto.layout import build_table
 from narrows.proto.messages import CodecName, RunSettings
@@ -171,7 +171,7 @@ def test_the_rounding_of_parameters_does_not_travel(dtype: torch.dtype, on_devic
     assert moved.size and moved.max() < 30 * 70
 
 
-@pytest.mark.parametrize("codec", ["int4-zstd", "int8-zstd", "f32-blosc2"])
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_gpu_path_has_the_bits_of_the_cpu(codec: CodecName, transposed: bool) -> None:
     """Payloads, and parameters after adoptions, bit for bit; without a GPU on its twin."""

@@ -2,8 +2,12 @@
 
 import gc
 import weakref
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from runpy import run_path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import pytest
 import torch
@@ -150,3 +154,54 @@ def test_the_length_of_the_ramp() -> None:
         parameter.grad = torch.ones_like(parameter)
     adam.step()
     assert loop.ramp_steps([adam]) == 0, "it has its state"
+
+
+class Killed(Exception):
+    """Ends a life of the example."""
+
+
+class DoomedLearner:
+    """Stands in for a Learner whose process is killed after `STEPS` steps."""
+
+    STEPS = 20
+    rows: ClassVar[list[bytes]] = []
+    """The rows that all lives have trained on."""
+    began_warm: ClassVar[list[bool]] = []
+    """Whether the optimizer of each life had its state at the beginning of the block."""
+    progress = 0.0
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+        self.began_warm.append(bool(optimizer.state))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def until_end(self, loader: Iterator[Tensor]) -> Iterator[Tensor]:
+        for batch in islice(loader, self.STEPS):
+            self.rows.extend(row.numpy().tobytes() for row in batch)
+            yield batch
+        raise Killed
+
+    def log(self, tokens: int, loss: Tensor) -> None:
+        pass
+
+
+def test_a_life_of_the_example_goes_on_in_the_data_where_the_one_before_was_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    example = run_path(str(Path(__file__).parents[2] / "examples" / "train.py"))
+    train, saved_every = example["train"], 4
+    monkeypatch.setitem(train.__globals__, "Learner", DoomedLearner)
+    monkeypatch.setitem(train.__globals__, "SAVED_EVERY", saved_every)
+    for _ in range(3):
+        with pytest.raises(Killed):
+            train("site-a")
+    rows = DoomedLearner.rows
+    assert len(rows) == 3 * DoomedLearner.STEPS * example["BATCH"]
+    repeats = len(rows) - len(set(rows))
+    assert repeats <= 2 * (saved_every - 1) * example["BATCH"], "without: two lives of three"
+    assert DoomedLearner.began_warm == [False, True, True]

@@ -18,7 +18,7 @@ from narrows.proto.layout import build_table
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("proto", "broker", "learner", "bench")
 
-STATEMENTS_MAX = {"proto": 2150, "broker": 4290, "learner": 3000, "bench": 3165, "tests": 8350}
+STATEMENTS_MAX = {"proto": 2176, "broker": 4960, "learner": 3220, "bench": 3212, "tests": 9190}
 """Statements of a folder without docstrings. Lines are free: a cap of lines packs the code.
 To record inputs and play them again has an allowance of its own in these numbers."""
 

@@ -799,16 +799,22 @@ def test_a_slow_learner_pushes_at_every_boundary_and_keeps_everything() -> None:
     assert [each.base for each in seat.take(Snapshot) if each.fragment == 0] == [2]
 
 
-def test_work_of_an_absence_is_given_up_but_its_waiting_push_is_not() -> None:
+@pytest.mark.parametrize(("period_s", "is_warned_of"), [(0.02, False), (2.0, True)])
+def test_work_of_an_absence_is_given_up_but_its_waiting_push_is_not(
+    period_s: float, is_warned_of: bool
+) -> None:
+    """Where a period is as short as a hiccup of the machine, a healthy run does not warn of it."""
     seat = waiting()
-    seat.step(9)
+    seat.step(9, after_s=0.001)
     for absence in (1, 2):
-        seat.told(heads=(2 * absence, 2 * absence))
+        seat.told(heads=(2 * absence, 2 * absence), period_s=period_s)
         for fragment in range(2):
             for version in (2 * absence - 1, 2 * absence):
                 seat.publish(fragment, version)
-            seat.step(10)
-        assert seat.noted() == ["given_up"], "once for an absence, whatever the fragments"
+            seat.step(10, after_s=0.001)
+        (note,) = seat.take(Note)  # Once for an absence, whatever the fragments.
+        assert note.event == "given_up" and note.warning is is_warned_of
+        assert ("raise fragments.sync_period_steps" in note.text) is not is_warned_of
     first = seat.take(Adopt)[0]
     assert first == Adopt(0, 2, 1, 0.0, merged=False)
     assert seat.session.parts[0].push_id == 1 and seat.session.parts[0].lost_tokens > 9 + 10
@@ -917,7 +923,30 @@ def test_the_work_of_a_push_that_fails_counts_as_unpushed_again(how: str) -> Non
     assert seat.take(Snapshot) == [Snapshot(0, 2, 0)]
     seat.session.encoded(0, 2, seat.now)
     seat.step()
-    assert seat.take(msg.Push)[-1] == msg.Push(0, 2, 0, 17, 2)
+    assert seat.take(msg.Push)[-1] == msg.Push(0, 2, 0, 17, 2, loss=2.5)
+
+
+def test_a_push_tells_the_mean_of_the_losses_since_the_snapshot_before_it() -> None:
+    seat = joined()
+
+    def pushed(*losses: float | None) -> float | None:
+        """The loss of the first fragment's push after steps with these losses."""
+        for loss in losses:
+            if loss is losses[-1]:
+                seat.told(collecting=(0,))
+            seat.session.boundary(8, loss, seat.now)
+            seat.done()
+        seat.encode()
+        version = seat.heads[0] + 1
+        seat.publish(0, version, seat.session.parts[0].push_id)
+        seat.told(heads=(version, 0))
+        seat.rest()
+        return seat.take(msg.Push)[-1].loss
+
+    assert pushed(4.0, None, 2.0) == 3.0, "a step that logged none does not count"
+    assert pushed(math.nan, 1.5) == 1.5, "one number is no number, and hides no other"
+    assert pushed(None) is None
+    assert seat.session.parts[1].losses_before.number == 0, "the other fragment has pushed none"
 
 
 @pytest.mark.parametrize("passed_by", [False, True])
