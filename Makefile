@@ -14,14 +14,17 @@ export PYTHONSAFEPATH := 1
 export OMP_NUM_THREADS ?= 1
 export NUMBA_NUM_THREADS ?= 1
 
-.PHONY: help demo test check fmt bench slow lock land
+.PHONY: help demo test test-ranks check fmt bench slow lock land
 help:
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
 demo: .venv/ready  ## four learners train one model, one of them is killed and comes back
 	$(BIN)/narrows demo $(ARGS)
 
 test: .venv/ready  ## what has to pass, in three to five minutes
 	$(BIN)/pytest -q -n 3 --dist loadfile $(ARGS)
+
+test-ranks: .venv/ready  ## islands of several ranks, in ten minutes: each sharding, deaths of ranks
+	$(BIN)/pytest -q tests/ranks $(ARGS)
 
 check: .venv/ready  ## format, lint, imports, types
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/lint-imports --no-cache
