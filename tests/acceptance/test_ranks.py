@@ -1,4 +1,4 @@
-"""Several ranks are one learner, beside one that is a single process. `make test-ranks` has more."""
+"""Several ranks are one learner, beside a single process. `make test-ranks` has more."""
 
 from acceptance.kit import Site
 from ranks.island import Island
