@@ -25,6 +25,7 @@ demo: .venv/ready  ## four learners train one model, one of them is killed and c
 
 test: .venv/ready  ## what has to pass, in three to five minutes
 	$(BIN)/pytest -q -n 3 --dist loadfile $(ARGS)
+
 test-doctor: .venv/ready  ## failures of lines, planted for `narrows doctor`: needs root
 	$(BIN)/pytest -q tests/doctor/planted.py $(ARGS)
 
@@ -38,6 +39,9 @@ test-deploy: .venv/ready  ## deploy/ and the mirror: real S3, Slurm, systemd whe
 test-page: .venv/ready  ## the page in Debian's Chromium (package chromium), a minute
 	$(INSTALL) playwright==1.65.2 axe-playwright-python==0.1.8
 	$(BIN)/pytest -q tests/page $(ARGS)
+
+test-ranks: .venv/ready  ## islands of several ranks, in ten minutes: each sharding, deaths of ranks
+	$(BIN)/pytest -q tests/ranks $(ARGS)
 
 check: .venv/ready  ## format, lint, imports, types
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/lint-imports --no-cache
