@@ -1,4 +1,4 @@
-"""What the tests of frameworks train: tiny models made from a config, rows that repeat, and a
+"""The tests of frameworks train these: tiny models made from a config, rows that repeat, and a
 second, plain learner in a thread, beside the one that the framework drives."""
 
 import os
@@ -98,7 +98,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 def state_of(narrows: Narrows, address: str, name: str = "ours") -> str:
-    """What `narrows status` says that a learner does."""
+    """The state of a learner, as `narrows status` says it."""
     assert narrows.run("status", address, "--json") == 0
     printed = narrows.out[narrows.out.index("{\n") :]  # Trainer has printed before it.
     return str(json.loads(printed)["learners"][name]["state"])

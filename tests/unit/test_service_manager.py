@@ -1,4 +1,4 @@
-"""What the broker tells the service manager that started it, read from a real notify socket: ready
+"""The broker's words to the service manager that started it, read from a real notify socket: ready
 after its replay, alive while its loop turns, stopping before it writes for long."""
 
 import math
