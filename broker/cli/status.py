@@ -5,44 +5,33 @@ from __future__ import annotations
 import json as json_module
 import os
 import time
-from contextlib import suppress
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import zmq
 from rich.markup import escape
 
+from narrows.broker.asking import Asker
 from narrows.broker.config import BrokerConfig
 from narrows.broker.verdict import duration, verdict
-from narrows.proto.config import Address, parse_address
 from narrows.proto.errors import (
     BrokerUnreachable,
     ConfigError,
-    ErrorCode,
-    NarrowsError,
-    Refused,
     printable,
 )
-from narrows.proto.keys import SiteKey, check_trust, read_site_key, servers_of
+from narrows.proto.keys import SiteKey, check_trust, read_site_key
 from narrows.proto.messages import (
-    CONTROL_BYTES_MAX,
-    AskStatus,
     LearnerState,
     LearnerStatus,
     Phase,
-    Refuse,
     Status,
 )
-from narrows.proto.sockets import Dial, Kind, needs_ipv6
 from narrows.proto.units import Amount, Duration, Size
-from narrows.proto.wire import decode_control, encode_control, plain
+from narrows.proto.wire import plain
 
 if TYPE_CHECKING:  # It takes a tenth of a second to load, and JSON does without.
     from rich.table import Table
-
-LOOK_S: Final = 0.1
-"""Longest time between two looks at a connection that says nothing."""
 
 LEGEND: Final = (
     "merged: tokens in the model/that it has trained on; pushed: time since a push was merged;\n"
@@ -158,57 +147,8 @@ def read_key(file: Path | None) -> SiteKey | None:
 def ask_status(broker: str, key: SiteKey | None, *, timeout_s: float) -> Status:
     """The Status of a broker. Raises ConfigError, Refused, and BrokerUnreachable, after
     `timeout_s` unless it is certain before."""
-    address = parse_address(broker)
-    until = time.monotonic() + timeout_s
-    *others, last = servers_of(key)
-    for server in others:
-        # A site trusts two keys while the broker changes its own; with the other one it breaks off.
-        with suppress(BrokerUnreachable):
-            return _ask(address, key, server, until)
-    return _ask(address, key, last, until)
-
-
-def _ask(address: Address, key: SiteKey | None, server: str, until: float) -> Status:
-    """Asks over a connection that expects the broker whose public key is `server`."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    try:
-        ipv6 = needs_ipv6(address)
-        dial = Dial(context, Kind.LEARNER_CONTROL, address, key, server, ipv6=ipv6)
-        return _answer(dial, address, until)
-    finally:
-        context.destroy(linger=0)
-
-
-def _answer(dial: Dial, address: Address, until: float) -> Status:
-    """Asks once for each connection: a broker that ends before it answers, and starts again, has
-    not heard the question."""
-    trouble: NarrowsError | None = None
-    now = time.monotonic()
-    while now < until:
-        zmq.select([dial.socket, dial.monitor], [], [], min(LOOK_S, until - now))
-        if dial.look(now):
-            with suppress(zmq.Again):  # The connection is gone already, and comes again.
-                dial.socket.send_multipart(encode_control(AskStatus()), zmq.NOBLOCK)
-        trouble = dial.error(now)
-        # Silence decides nothing: a broker that is frozen may answer yet.
-        if trouble is not None and not dial.is_silent:
-            raise trouble
-        if dial.socket.poll(0):
-            said = decode_control(dial.socket.recv_multipart(), CONTROL_BYTES_MAX)
-            if isinstance(said, Status):
-                return said
-            if isinstance(said, Refuse):
-                raise Refused(
-                    ErrorCode(said.code),
-                    said.message,
-                    expected=said.expected,
-                    got=said.got,
-                    remedy=said.remedy,
-                )
-        now = time.monotonic()
-    raise trouble or BrokerUnreachable(
-        f"{address} did not answer", remedy="is the broker running, and is this its control port?"
-    )
+    with closing(Asker(broker, key)) as asker:
+        return asker.ask(timeout_s)
 
 
 def _show(said: Status) -> None:
