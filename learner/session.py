@@ -224,7 +224,10 @@ class Session:
     @property
     def merged_tokens(self) -> int:
         """Logged tokens whose work is in versions; each fragment has its share of a token."""
-        return sum(part.merged_tokens for part in self.parts) // max(1, len(self.parts))
+        settled = sum(part.merged_tokens for part in self.parts)
+        # A push counts once its version is here. Who leaves does not adopt that version any more.
+        here = sum(part.pushed_tokens for part in self.parts if part.pushed is Pushed.MERGED)
+        return (settled + here) // max(1, len(self.parts))
 
     @property
     def lost_tokens(self) -> int:

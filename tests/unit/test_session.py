@@ -1016,6 +1016,7 @@ def test_a_learner_that_leaves_pushes_what_is_left_and_waits_for_the_outcome() -
     assert not seat.session.ended
     seat.publish(1, 1, 2)
     assert seat.session.ended and seat.take(msg.Bye) == [msg.Bye("the loop has ended")]
+    assert seat.session.merged_tokens == 8, "though it adopts no version any more"
 
 
 def test_a_learner_gives_up_when_nothing_moves() -> None:
