@@ -84,6 +84,8 @@ def learner(options: Options = Options()) -> None:
     """
     need_torch()
     _check_ranks(options)
+    # Unheard it would end the process; before there is a Learner it has nothing to write.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     target = join_target(options.broker, options.name, options.key)
     options = replace(options, broker=target.broker, name=target.name)
     say(f"{options.name}: loading PyTorch, which takes seconds")

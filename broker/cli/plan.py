@@ -76,7 +76,7 @@ HELPS: Final = {
     LATE: "faster lines, a larger fragments.count, a larger codec.rho",
     FLIGHT: "a longer fragments.sync_period_steps, faster lines",
 }
-"""A remedy relieves the fullest part."""
+"""By the fullest part, the changes that relieve it."""
 
 GAUSSIAN_BITS: Final = 2.05
 """Differential entropy of a Gaussian value of deviation 1."""
