@@ -16,14 +16,22 @@ export PYTHONSAFEPATH := 1
 export OMP_NUM_THREADS ?= 1
 export NUMBA_NUM_THREADS ?= 1
 
+<<<<<<< HEAD
 .PHONY: help demo test test-frameworks check fmt bench slow lock land
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' Makefile
+=======
+.PHONY: help demo test test-doctor check fmt bench slow lock land
+help:
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
+>>>>>>> main
 demo: .venv/ready  ## four learners train one model, one of them is killed and comes back
 	$(BIN)/narrows demo $(ARGS)
 
 test: .venv/ready  ## what has to pass, in three to five minutes
 	$(BIN)/pytest -q -n 3 --dist loadfile $(ARGS)
+test-doctor: .venv/ready  ## failures of lines, planted for `narrows doctor`: needs root
+	$(BIN)/pytest -q tests/doctor/planted.py $(ARGS)
 
 test-frameworks: .venv-frameworks/ready  ## Trainer, TRL, Lightning and Accelerate; five minutes
 	$(BIN)/pytest -q -n 2 --dist loadfile tests/frameworks $(ARGS)

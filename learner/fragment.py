@@ -19,6 +19,7 @@ of a boundary that was broken off: work that no version holds is lost there.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, NamedTuple
@@ -66,6 +67,27 @@ class Pushed(Enum):
     MERGED = auto()
 
 
+class Losses(NamedTuple):
+    """The losses that a learner has logged, summed."""
+
+    total: float = 0.0
+    number: int = 0
+
+    def with_one(self, loss: float | None) -> Losses:
+        """These and one more, if it is a number: one NaN would hide all that come after it."""
+        if loss is None or not math.isfinite(loss):
+            return self
+        return Losses(self.total + loss, self.number + 1)
+
+    def mean_since(self, before: Losses) -> float | None:
+        """The mean of those that are not among the ones before; None: there are none."""
+        number = self.number - before.number
+        return (self.total - before.total) / number if number else None
+
+
+NO_LOSSES: Final = Losses()
+
+
 @dataclass
 class FragmentSession:
     """The state of one fragment at a learner; decides on copies and pushes, not on their time."""
@@ -86,6 +108,8 @@ class FragmentSession:
     """Tokens of the steps that no push has taken yet."""
     steps: int = 0
     """The number of those steps."""
+    losses_before: Losses = NO_LOSSES
+    """All losses of this learner until the newest snapshot."""
     merged_tokens: int = 0
     lost_tokens: int = 0
     """Tokens of steps whose work an adoption overwrote, or that ended in a lost history."""
@@ -293,11 +317,13 @@ class FragmentSession:
         self.lost_tokens += self.tokens
         self.tokens = self.steps = 0
 
-    def snapshot(self, push_id: int) -> Snapshot:
-        """Everything that no push has taken yet becomes one."""
+    def snapshot(self, push_id: int, losses: Losses) -> Snapshot:
+        """Everything that no push has taken yet becomes one. `losses` are all of this learner."""
         assert self.standing is Standing.BASED and self.push is None and self.steps > 0, self
-        self.push = msg.Push(self.index, push_id, self.base, self.tokens, self.steps)
+        loss = losses.mean_since(self.losses_before)
+        self.push = msg.Push(self.index, push_id, self.base, self.tokens, self.steps, loss)
         self.pushed = Pushed.ENCODING
+        self.losses_before = losses
         self.tokens = self.steps = 0
         return Snapshot(self.index, push_id, self.base)
 

@@ -14,11 +14,11 @@ boundaries between two inner steps:
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Final, NamedTuple
 
 from narrows.learner.clock import RunClock, StepTimes
 from narrows.learner.effects import Adopt, Effect, Note, SendChunks, Snapshot
-from narrows.learner.fragment import FragmentSession, Pushed, Standing
+from narrows.learner.fragment import NO_LOSSES, FragmentSession, Pushed, Standing
 from narrows.proto import messages as msg
 from narrows.proto import timing
 from narrows.proto.errors import ErrorCode, NarrowsError, Refused
@@ -57,6 +57,19 @@ NO_NEWS: Final = msg.Beat("", Phase.SEEDING, (), (), 0.0, 0, 0.0, 0.0)
 """The newest Beat before the first."""
 
 
+class View(NamedTuple):
+    """The answers to what a training loop asks."""
+
+    stopping: bool
+    run_tokens: float
+    step_tokens: float
+    """Tokens of one step of the run's clock; 0: not known yet."""
+    goal_tokens: int
+    steps: int
+    ramp_steps: int
+    health: str
+
+
 class Session:
     """One incarnation of a learner. Times are seconds on the caller's monotonic clock.
 
@@ -91,6 +104,7 @@ class Session:
         model."""
         self.steps = self.tokens = 0
         self.loss: float | None = None
+        self._losses = NO_LOSSES
         self.paused: str | None = None
         self.connected = False
         """A Welcome has come since the last sign that the connection is gone."""
@@ -192,6 +206,15 @@ class Session:
             return "blocked"
         return "connected" if self.joined else "joining"
 
+    def view(self, now: float) -> View:
+        """Answers what the training loop asks."""
+        own_step_tokens = self.tokens / max(1, self.steps)
+        return View(
+            self.stopping, self.run_tokens(now),
+            self.settings.tokens_per_run_step or own_step_tokens, self.settings.goal_tokens,
+            self.steps, self.ramp_steps, self.health(now),
+        )  # fmt: skip
+
     @property
     def awaits_data(self) -> bool:
         """Chunks that lead to the newest version are not here yet, and the broker is."""
@@ -201,7 +224,10 @@ class Session:
     @property
     def merged_tokens(self) -> int:
         """Logged tokens whose work is in versions; each fragment has its share of a token."""
-        return sum(part.merged_tokens for part in self.parts) // max(1, len(self.parts))
+        settled = sum(part.merged_tokens for part in self.parts)
+        # A push counts once its version is here. Who leaves does not adopt that version any more.
+        here = sum(part.pushed_tokens for part in self.parts if part.pushed is Pushed.MERGED)
+        return (settled + here) // max(1, len(self.parts))
 
     @property
     def lost_tokens(self) -> int:
@@ -443,20 +469,35 @@ class Session:
     # The training thread.
 
     @recorded
-    def boundary(self, tokens: int, loss: float | None, now: float) -> None:
-        """After an inner step of `tokens` tokens: adopt what is here, then push what is due."""
+    def boundary(
+        self, tokens: int, loss: float | None, now: float, *, exchanges: bool = True
+    ) -> None:
+        """After an inner step of `tokens` tokens: adopt what is here, then push what is due.
+
+        Not `exchanges`: nothing was due at the boundary before, so the ranks of an island have not
+        met. They count the tokens of a step one boundary late, or at the end by `count`.
+        """
         self.steps += 1
         self.tokens += tokens
         self.loss = loss
+        self._losses = self._losses.with_one(loss)
         self._step_times.stepped(now)
         if self.beat.phase is Phase.RUNNING:
             self.heard_ending = False  # The step counts: the run goes on, with a larger goal.
         for part in self.parts:
             part.tokens += tokens
             part.steps += 1
-        self._exchange()
+        if exchanges:
+            self._exchange()
         if now >= self._report_at + timing.REPORT_S:
             self._report(now)
+
+    @recorded
+    def count(self, tokens: int) -> None:
+        """Tokens of the last step, which no boundary has counted, and no push has taken."""
+        self.tokens += tokens
+        for part in self.parts:
+            part.tokens += tokens
 
     @recorded
     def exchange_without_step(self) -> None:
@@ -570,7 +611,7 @@ class Session:
                 self.effects.append(part.adopt(keep, final=self._has_ended))
             if self._pushes(part):
                 self._push_id += 1
-                self.effects.append(part.snapshot(self._push_id))
+                self.effects.append(part.snapshot(self._push_id, self._losses))
         if all(part.head - part.base <= 1 for part in self.parts):
             self._noted_given_up = False
 

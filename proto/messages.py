@@ -252,6 +252,8 @@ class Push(_Control, frozen=True):
     tokens: PushTokens
     """Tokens of this fragment that were unpushed at the snapshot."""
     steps: PushSteps
+    loss: float | None = None
+    """Mean training loss since the snapshot of this fragment before; None: none was logged."""
 
 
 class AskStatus(_Control, frozen=True):
@@ -328,7 +330,7 @@ class LearnerState(StrEnum):
     REVOKED = "key revoked"
 
 
-class LearnerStatus(Struct, array_like=True):
+class LearnerStatus(Struct, array_like=True, gc=False):
     """A learner as the broker sees it; tokens and steps are those of its newest incarnation."""
 
     incarnation: Text = ""
@@ -350,6 +352,8 @@ class LearnerStatus(Struct, array_like=True):
     """Since it took a version, while there is one that it has not; 0: it has all."""
     no_data_s: Seconds = 0.0
     """For how long a push that it has announced has brought no data; 0: none is on its way."""
+    no_version_s: Seconds = 0.0
+    """For how long it has taken no version, though it should have; 0: it has, or nobody knows."""
     steps: Count = 0
     steps_per_s: Rate = 0.0
     loss: float | None = None
@@ -385,7 +389,7 @@ class FragmentStatus(Struct, frozen=True, array_like=True):
     stage: Text = "idle"
     """"idle", "collecting", "merging" or "committing"."""
     stage_s: Seconds = 0.0
-    """Since the round began; 0: idle."""
+    """Since it collects, or since it was due to be merged; 0: idle."""
     pushes: Count = 0
     """Pushes that wait, or that the round holds."""
 

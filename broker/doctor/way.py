@@ -20,7 +20,7 @@ import zmq
 
 from narrows.broker.cli.plan import USABLE
 from narrows.broker.cli.status import LOOK_S, ask_status
-from narrows.broker.doctor import run
+from narrows.broker.doctor import told
 from narrows.broker.doctor.findings import Check, Finding, failed, ok, unknown
 from narrows.proto.config import Address
 from narrows.proto.errors import BrokerUnreachable, NarrowsError, Refused
@@ -208,7 +208,7 @@ def line_up(visit: Visit) -> Finding:
                 dial.monitor.poll(1)
         _waits(dial, _acked(dial, sent), visit.timeout_s)
         rate = 8 * _acked_bytes(dial) / (time.monotonic() - begun_at)
-    need = run.needed_bits_per_s(visit.status)
+    need = told.needed_bits_per_s(visit.status)
     text = f"it carries {BitRate(rate).text()}, and {BitRate(need).text()} are needed"
     if need > USABLE * rate:
         return failed(text, TOO_SLOW)
@@ -224,9 +224,10 @@ def line_down(visit: Visit) -> Finding:
         nonlocal bits
         while dial.socket.poll(0):
             frames = dial.socket.recv_multipart()
-            header = decode_header(frames[1])
-            heard.add((header.fragment, header.version))
-            bits += 8 * len(frames[2])
+            if len(frames) == 3:
+                header = decode_header(frames[1])
+                heard.add((header.fragment, header.version))
+                bits += 8 * len(frames[2])
         return False
 
     with _downlink(visit) as dial:
@@ -235,9 +236,9 @@ def line_down(visit: Visit) -> Finding:
         before = _versions(_ask(visit))
         _waits(dial, hear, visit.timeout_s)
         made = _versions(_ask(visit)) - before
-        # What was made just now may be on its way.
-        _waits(dial, hear, PROBE_S)
-    if not made and not heard:
+        _waits(dial, hear, PROBE_S)  # What was made just now may be on its way.
+    made = max(made, len(heard))
+    if not made:
         return unknown(f"nothing was published in {visit.timeout_s:g} s")
     text = f"of {made} versions {len(heard)} came, {BitRate(bits / visit.timeout_s).text()}"
     if len(heard) < made / 2:
@@ -259,10 +260,10 @@ CHECKS: Final[tuple[Check[Visit], ...]] = (
     Check("packet size", packets, "uplink port"),
     Check("line up", line_up, "packet size"),
     Check("line down", line_down, "downlink port"),
-    Check("data", lambda visit: run.data(visit.status, visit.name), "answer"),
-    Check("name", lambda visit: run.refusals(visit.status, visit.name, *run.NAME), "answer"),
-    Check("model", lambda visit: run.refusals(visit.status, visit.name, *run.MODEL), "answer"),
-    Check("run", lambda visit: run.refusals(visit.status, visit.name, *run.RUN), "answer"),
+    Check("data", lambda visit: told.data(visit.status, visit.name), "answer"),
+    Check("name", lambda visit: told.refusals(visit.status, visit.name, *told.NAME), "answer"),
+    Check("model", lambda visit: told.refusals(visit.status, visit.name, *told.MODEL), "answer"),
+    Check("run", lambda visit: told.refusals(visit.status, visit.name, *told.RUN), "answer"),
 )
 
 

@@ -34,6 +34,7 @@ from narrows.broker.store.history import (
     CONTRIBUTION_FACTS,
     DATABASE,
     INSERT_SNAPSHOT,
+    LOSS,
     PUSH_COLUMNS,
     ROUND_FACTS,
     History,
@@ -54,7 +55,8 @@ LIFE_AT: Final = 21
 SQLITE_MAGIC: Final = b"SQLite format 3\0"
 """The beginning of every database that has content."""
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
+SCHEMA_1_TO_2: Final = "ALTER TABLE contributions ADD COLUMN loss REAL; PRAGMA user_version = 2;"
 
 # Digests are 16 hex digits, because SQLite's integers are signed. Rows are the history of the run
 # and stay when their packs go; pack is NULL then.
@@ -71,7 +73,7 @@ CREATE TABLE contributions (seq INTEGER NOT NULL REFERENCES rounds ON DELETE CAS
   fragment INTEGER NOT NULL, learner TEXT NOT NULL, incarnation TEXT NOT NULL,
   push_id INTEGER NOT NULL, base INTEGER NOT NULL, tokens INTEGER NOT NULL,
   steps INTEGER NOT NULL, codec TEXT NOT NULL, chunk_elements INTEGER NOT NULL,
-  weight REAL NOT NULL, norm REAL NOT NULL, digest TEXT NOT NULL,
+  weight REAL NOT NULL, norm REAL NOT NULL, digest TEXT NOT NULL, loss REAL,
   pack INTEGER, offset INTEGER, sizes TEXT,
   PRIMARY KEY (seq, learner, incarnation), UNIQUE (learner, incarnation, fragment, push_id))
   WITHOUT ROWID;
@@ -341,6 +343,7 @@ class Store(History):
                 **{name: getattr(push, name) for name in PUSH_COLUMNS},
                 "weight": weight,
                 "norm": norm,
+                LOSS: push.loss,
                 **place._asdict(),
             }
             for push, weight, norm, place in zip(
@@ -349,7 +352,7 @@ class Store(History):
         ]
         row["digest"] = row_digest(row, parts)
         self._db.execute(_insert_into("rounds", (*ROUND_FACTS, "digest")), row)
-        columns = (*CONTRIBUTION_FACTS, "pack", "offset", "sizes")
+        columns = (*CONTRIBUTION_FACTS, LOSS, "pack", "offset", "sizes")
         self._db.executemany(_insert_into("contributions", columns), parts)
         self._db.execute(
             "INSERT INTO merged SELECT incarnation, fragment, push_id, seq, tokens"
@@ -503,7 +506,7 @@ def _open(folder: Path, durable: bool) -> sqlite3.Connection:
     db.row_factory = sqlite3.Row
     version = db.execute("PRAGMA user_version").fetchone()["user_version"]
     tables = {row["name"] for row in db.execute("SELECT name FROM sqlite_master").fetchall()}
-    is_ours = version == SCHEMA_VERSION and "run" in tables
+    is_ours = version in (1, SCHEMA_VERSION) and "run" in tables
     if not is_ours and (version or tables):
         raise StateError(
             ErrorCode.STATE_DAMAGED,
@@ -517,6 +520,8 @@ def _open(folder: Path, durable: bool) -> sqlite3.Connection:
     db.execute("PRAGMA foreign_keys = ON")
     if not is_ours:
         db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
+    elif version == 1:
+        db.executescript(f"BEGIN IMMEDIATE; {SCHEMA_1_TO_2} COMMIT;")
     if durable:  # At each start: the one that made the directory may have been killed.
         files.sync_folder(folder)
         files.sync_folder(folder.parent)

@@ -245,8 +245,9 @@ class State:
         be merged without a learner that the run has begun with.
         """
         is_first = self.config.merge.quorum == 0 and self.heads[fragment] == 0
-        unpaused = [each for each in self.members.heard(now) if each.told.paused is None]
-        able = [each for each in unpaused if each.is_ready or is_first]
+        heard = self.members.heard(now)
+        moving = [m for m in heard if m.told.paused is None and not m.is_stalled(now)]
+        able = [each for each in moving if each.is_ready or is_first]
         here = {waiting.incarnation for waiting in self.rounds[fragment].here()}
         return [each for each in able if each.incarnation not in here]
 

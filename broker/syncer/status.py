@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from narrows import __version__
 from narrows.broker.config import BrokerConfig
+from narrows.broker.records import finite
 from narrows.broker.syncer.ending import Ending
 from narrows.broker.syncer.joining import STRANGER_S
 from narrows.broker.syncer.members import Member
@@ -33,6 +36,9 @@ from narrows.proto.timing import LEAVE_S
 NO_DATA_S: Final = 10.0
 """A learner that has announced a push and sent nothing for this long cannot reach the uplink. One
 that has taken no version for this long, though there is one, cannot be reached by the downlink."""
+
+OWING_S: Final = 30.0
+"""A round that collects for this long, and for a period, waits for somebody: it says for whom."""
 
 REFUSED_S: Final = 600.0
 REFUSED_MAX: Final = 64
@@ -82,11 +88,12 @@ def status(state: State, seeding: Seeding, rounds: Rounds, ending: Ending, now: 
         merges=rounds.merges,
         contributions=rounds.contributions,
         waiting_for=tuple(
-            line[:TEXT_CHARACTERS_MAX] for line in waiting_for(state, seeding, ending, now)
+            line[:TEXT_CHARACTERS_MAX]
+            for line in _waiting_for(state, seeding, ending, learners, now)
         ),
         awaited=tuple(member.name for member in ending.awaited(now)) if ends else (),
         last_merge=_last_merge(rounds, now),
-        quorum=_quorum(state, rounds, now),
+        quorum=_quorum(state, rounds, learners.values(), now),
         settings=_settings(state.config),
         line=LineStatus(
             up_limit=float(state.config.wan.up),
@@ -121,16 +128,19 @@ def _settings(config: BrokerConfig) -> SettingsStatus:
     )
 
 
-def _quorum(state: State, rounds: Rounds, now: float) -> QuorumStatus:
-    heard = state.members.heard(now)
-    training = len(state.members.awaited(now))
+def _quorum(
+    state: State, rounds: Rounds, learners: Iterable[LearnerStatus], now: float
+) -> QuorumStatus:
+    states = Counter(each.state for each in learners)
+    training = states[LearnerState.TRAINING]
+    ready = training + states[LearnerState.PAUSED] + states[LearnerState.STALLED]
     needed = state.config.merge.quorum
     runs = state.phase is Phase.RUNNING
     return QuorumStatus(
         needed=needed,
         at_start=state.config.run.learners_at_start,
-        here=len(heard),
-        ready=sum(member.has_model for member in heard),
+        here=ready + states[LearnerState.JOINING],
+        ready=ready,
         training=training,
         idle_s=now - rounds.trained_at if runs and not training else 0.0,
         short_s=now - rounds.enough_at if runs and training < needed else 0.0,
@@ -146,12 +156,18 @@ def _last_merge(rounds: Rounds, now: float) -> MergeStatus | None:
 
 
 def _fragment(state: State, fragment: int, slot: FragmentRound, now: float) -> FragmentStatus:
+    begun_at = {
+        Stage.IDLE: now,
+        Stage.COLLECTING: slot.launched_at,
+        Stage.MERGING: slot.due_at,
+        Stage.COMMITTING: slot.due_at,
+    }
     return FragmentStatus(
         elements=state.elements[fragment] if state.elements else 0,
         version=state.heads[fragment] if state.heads else -1,
         version_s=now - slot.durable_at,
         stage=slot.stage.value,
-        stage_s=0.0 if slot.stage is Stage.IDLE else now - slot.launched_at,
+        stage_s=now - begun_at[slot.stage],
         pushes=len(slot.here()) + len(slot.taken),
     )
 
@@ -165,22 +181,26 @@ def _learner(state: State, member: Member, announced_at: float | None, now: floa
     told = member.told
     merged_tokens = member.merged_tokens // state.settings.fragments
     word, since = _state(state, member, now)
-    is_paused = told.paused is not None
     no_data_s = _no_data_s(member, announced_at, now)
+    no_version_s = _no_version_s(state, member, now)
+    hint = ""
+    if no_data_s >= NO_DATA_S or no_version_s:
+        hint = " ".join(_hints(state, member, no_data_s, no_version_s).values())
     return LearnerStatus(
         incarnation=member.incarnation,
         state=word,
-        reason=short(told.paused or ""),
+        reason=short(told.paused) if told.paused else "",
         since_s=now - since,
-        paused_s=now - member.paused_at if is_paused else None,
+        paused_s=None if told.paused is None else now - member.paused_at,
         heard_s=now - member.heard_at,
         stepped_s=now - member.stepped_at,
         merged_s=now - member.merged_at if member.contributions else None,
         taken_s=now - member.taken_at if member.versions_behind else 0.0,
         no_data_s=no_data_s,
+        no_version_s=no_version_s,
         steps=told.steps,
         steps_per_s=1 / member.step_s if member.step_s else 0.0,
-        loss=told.loss if told.loss is not None and math.isfinite(told.loss) else None,
+        loss=finite(told.loss),
         # A Report may be a second old: tokens that it does not count may be merged already.
         logged_tokens=max(told.tokens, merged_tokens),
         merged_tokens=merged_tokens,
@@ -188,7 +208,7 @@ def _learner(state: State, member: Member, announced_at: float | None, now: floa
         contributions=member.contributions,
         versions_behind=member.versions_behind,
         up_bits_per_s_granted=member.up_bits_per_s,
-        hint=" ".join(_hints(state, member, no_data_s, now).values()),
+        hint=hint,
     )
 
 
@@ -210,7 +230,13 @@ def _state(state: State, member: Member, now: float) -> tuple[LearnerState, floa
     return LearnerState.TRAINING, member.changed_at
 
 
-def waiting_for(state: State, seeding: Seeding, ending: Ending, now: float) -> list[str]:
+def _waiting_for(
+    state: State,
+    seeding: Seeding,
+    ending: Ending,
+    learners: Mapping[str, LearnerStatus],
+    now: float,
+) -> list[str]:
     """Names what the run waits for, in words; empty if it just runs."""
     lines = [
         f"the disk: fragment {fragment} cannot be written ({slot.disk_error})"
@@ -235,26 +261,32 @@ def waiting_for(state: State, seeding: Seeding, ending: Ending, now: float) -> l
         return [*lines, f"{_listed(lacking)} to adopt the final model"] if lacking else lines
 
     connected = state.members.connected()
-    deaf = [member for member in connected if _no_version(state, member, now)]
+    deaf = [member for member in connected if learners[member.name].no_version_s]
     lines += [f"new versions to reach {member.name}" for member in deaf[:NAMED_MAX]]
-    if not state.members.awaited(now):
-        return [*lines, f"learners: {_why_nobody_trains(connected)}"]
+    if not any(each.state == LearnerState.TRAINING for each in learners.values()):
+        return [*lines, f"learners: {_why_nobody_trains(connected, now)}"]
     for fragment in state.collecting():
-        owing = state.absent(fragment, now)
         if state.phase is Phase.ENDING:
             owing = ending.owing(fragment, now)
+        elif now < state.rounds[fragment].launched_at + max(OWING_S, state.period_s):
+            continue  # A round that just collects is no news.
+        else:
+            owing = state.absent(fragment, now)
         blamed = [member for member in owing if member not in deaf]
         if blamed:
             lines.append(f"{_listed(blamed)} to push fragment {fragment}")
     return lines
 
 
-def _why_nobody_trains(connected: list[Member]) -> str:
+def _why_nobody_trains(connected: list[Member], now: float) -> str:
     paused = [member for member in connected if member.told.paused is not None]
     if paused:
         return f"{_listed(paused)} paused"
     fetching = [member for member in connected if not member.is_ready]
-    return f"{_listed(fetching)} to fetch the model" if fetching else "none is here"
+    if fetching:
+        return f"{_listed(fetching)} to fetch the model"
+    stalled = [member for member in connected if member.is_stalled(now)]
+    return f"{_listed(stalled)} to make a step" if stalled else "none is here"
 
 
 def _listed(members: list[Member]) -> str:
@@ -274,7 +306,7 @@ def _announced(state: State) -> dict[str, float]:
     return announced
 
 
-def _hints(state: State, member: Member, no_data_s: float, now: float) -> dict[str, str]:
+def _hints(state: State, member: Member, no_data_s: float, no_version_s: float) -> dict[str, str]:
     """Event -> where to look, for each thing that is wrong with a learner's lines."""
     hints: dict[str, str] = {}
     if no_data_s >= NO_DATA_S:
@@ -282,9 +314,12 @@ def _hints(state: State, member: Member, no_data_s: float, now: float) -> dict[s
             f"no data from {member.name} for {no_data_s:.0f} s, though it has announced a push: "
             f"does a firewall close port {state.ports[0]} (uplink) of the broker?"
         )
-    no_version = _no_version(state, member, now)
-    if no_version:
-        hints["no_version"] = no_version
+    if no_version_s:
+        hints["no_version"] = (
+            f"{member.name} has taken no new version for {no_version_s:.0f} s: does a firewall "
+            f"close port {state.ports[1]} (downlink) of the broker, or is its line or its relay "
+            "late?"
+        )
     return hints
 
 
@@ -295,9 +330,9 @@ def _no_data_s(member: Member, announced_at: float | None, now: float) -> float:
     return now - max(announced_at, member.data_at)
 
 
-def _no_version(state: State, member: Member, now: float) -> str:
-    """A hint where to look if a learner trains, or fetches the model, and takes no version though
-    there is one; "" if it takes them. Nobody is suspected for being slow."""
+def _no_version_s(state: State, member: Member, now: float) -> float:
+    """For how long a learner that trains, or fetches the model, has taken no version though there
+    is one; 0 if it takes them. Nobody is suspected for being slow."""
     since_s = now - member.taken_at
     # The cheap questions first: this is asked for each learner at each Beat.
     if (
@@ -307,11 +342,8 @@ def _no_version(state: State, member: Member, now: float) -> str:
         or (member.has_model and not member.versions_behind)
         or not _expects_a_version(state, member, now)
     ):
-        return ""
-    return (
-        f"{member.name} has taken no new version for {since_s:.0f} s: does a firewall close port "
-        f"{state.ports[1]} (downlink) of the broker, or is its line or its relay late?"
-    )
+        return 0.0
+    return since_s
 
 
 def _expects_a_version(state: State, member: Member, now: float) -> bool:
@@ -333,7 +365,7 @@ def warn_of_silence(state: State, now: float) -> None:
     announced = _announced(state)
     for member in state.members.connected():
         no_data_s = _no_data_s(member, announced.get(member.incarnation), now)
-        hints = _hints(state, member, no_data_s, now)
+        hints = _hints(state, member, no_data_s, _no_version_s(state, member, now))
         for event, hint in hints.items():
             if event not in member.told_hints:
                 state.note(event, hint, warning=True, learner=member.name)

@@ -101,7 +101,8 @@ def state_of(narrows: Narrows, address: str, name: str = "ours") -> str:
     """What `narrows status` says that a learner does."""
     assert narrows.run("status", address, "--json") == 0
     printed = narrows.out[narrows.out.index("{\n") :]  # Trainer has printed before it.
-    return str(json.loads(printed)["learners"][name]["state"])
+    learner = json.loads(printed)["learners"][name]
+    return " ".join(filter(None, [learner["state"], learner["reason"]]))
 
 
 def learner_threads() -> list[str]:

@@ -123,7 +123,7 @@ def test_validation_is_a_pause_and_an_exception_leaves_nothing_behind(
 
         def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
             if not trainer.sanity_checking:
-                self.look("paused: evaluating")
+                self.look("paused evaluating")
 
         def on_train_batch_end(
             self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int
@@ -143,7 +143,7 @@ def test_validation_is_a_pause_and_an_exception_leaves_nothing_behind(
         again = trainer(tmp_path, ours, max_steps=5)
         again.fit(module(), loader())
         assert ours.learner.stats()["steps"] == 5
-    assert seen == ["paused: evaluating"] * 2 + ["training"]
+    assert seen == ["paused evaluating"] * 2 + ["training"]
 
 
 @pytest.mark.parametrize("other", ["swa", "ema", "early stop"])

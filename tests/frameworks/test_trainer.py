@@ -129,7 +129,7 @@ def test_evaluation_and_saving_are_pauses_and_an_early_end_is_told(
 
         def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if "evaluation" not in seen:
-                self.look("evaluation", "paused: evaluating")
+                self.look("evaluation", "paused evaluating")
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if "saving" in seen and "step" not in seen:
@@ -139,7 +139,7 @@ def test_evaluation_and_saving_are_pauses_and_an_early_end_is_told(
     write = training.save_model
 
     def save_model(*given: Any, **named: Any) -> None:
-        look.look("saving", "paused: saving")
+        look.look("saving", "paused saving")
         write(*given, **named)
 
     training.save_model = save_model

@@ -18,7 +18,7 @@ from narrows.proto.layout import build_table
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("proto", "broker", "learner", "bench")
 
-STATEMENTS_MAX = {"proto": 2156, "broker": 4707, "learner": 2400, "bench": 3182, "tests": 8150}
+STATEMENTS_MAX = {"proto": 2226, "broker": 4960, "learner": 3220, "bench": 3217, "tests": 9335}
 """Statements of a folder without docstrings. Lines are free: a cap of lines packs the code.
 To record inputs and play them again has an allowance of its own in these numbers."""
 

@@ -894,7 +894,30 @@ def test_the_work_of_a_push_that_fails_counts_as_unpushed_again(how: str) -> Non
     assert seat.take(Snapshot) == [Snapshot(0, 2, 0)]
     seat.session.encoded(0, 2, seat.now)
     seat.step()
-    assert seat.take(msg.Push)[-1] == msg.Push(0, 2, 0, 17, 2)
+    assert seat.take(msg.Push)[-1] == msg.Push(0, 2, 0, 17, 2, loss=2.5)
+
+
+def test_a_push_tells_the_mean_of_the_losses_since_the_snapshot_before_it() -> None:
+    seat = joined()
+
+    def pushed(*losses: float | None) -> float | None:
+        """The loss of the first fragment's push after steps with these losses."""
+        for loss in losses:
+            if loss is losses[-1]:
+                seat.told(collecting=(0,))
+            seat.session.boundary(8, loss, seat.now)
+            seat.done()
+        seat.encode()
+        version = seat.heads[0] + 1
+        seat.publish(0, version, seat.session.parts[0].push_id)
+        seat.told(heads=(version, 0))
+        seat.rest()
+        return seat.take(msg.Push)[-1].loss
+
+    assert pushed(4.0, None, 2.0) == 3.0, "a step that logged none does not count"
+    assert pushed(math.nan, 1.5) == 1.5, "one number is no number, and hides no other"
+    assert pushed(None) is None
+    assert seat.session.parts[1].losses_before.number == 0, "the other fragment has pushed none"
 
 
 @pytest.mark.parametrize("passed_by", [False, True])
@@ -993,6 +1016,7 @@ def test_a_learner_that_leaves_pushes_what_is_left_and_waits_for_the_outcome() -
     assert not seat.session.ended
     seat.publish(1, 1, 2)
     assert seat.session.ended and seat.take(msg.Bye) == [msg.Bye("the loop has ended")]
+    assert seat.session.merged_tokens == 8, "though it adopts no version any more"
 
 
 def test_a_learner_gives_up_when_nothing_moves() -> None:

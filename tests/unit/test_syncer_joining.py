@@ -2,8 +2,8 @@
 status tells of learners, and their rates; and the end: one last round per fragment, and who is
 waited for."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import pytest
@@ -18,6 +18,8 @@ from narrows.proto.messages import Role
 from narrows.proto.timing import RETURN_S
 from narrows.proto.units import BitRate
 from narrows.proto.wire import encode_control, unpack_layout
+
+T = TypeVar("T")
 
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"protocol": 99}, "protocol_version", "same version"),
@@ -272,6 +274,42 @@ def test_the_status_of_a_run() -> None:
     assert desk.status.learners["a"].versions_behind == 0
     assert desk.syncer.state.members.by_name["a"].bases == (1, 0, 0, 0), "not ahead of the run"
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(status), type=msg.Status) == status
+
+
+class Untouched(tuple[int, ...]):
+    """Versions by fragment that must not be looked at."""
+
+    def __iter__(self) -> NoReturn:
+        raise AssertionError("a status looks at each fragment of each learner")
+
+    __eq__ = __getitem__ = __iter__  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Counted(list[T]):
+    """A list that counts how often it is gone through."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[T]:
+        self.times += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("learners", [2, 40])
+def test_a_status_looks_once_at_each_learner_and_fragment(learners: int) -> None:
+    """Holds `status`: at 1,000 learners and 100 fragments the pairs would hold the loop up."""
+    desk = running(*(f"site-{number}" for number in range(learners)))
+    state = desk.syncer.state
+    desk.announce("site-0", 0, 1)
+    desk.now += 20.0
+    for each in state.members:
+        each.heard_at = desk.now
+        each.versions_behind = 1
+        each.bases = Untouched(each.bases)
+    state.rounds = counted = Counted(state.rounds)
+    assert len(desk.status.learners) == learners
+    assert counted.times <= 6
 
 
 def test_a_learner_is_paused_silent_lost_or_gone() -> None:
