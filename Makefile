@@ -16,15 +16,9 @@ export PYTHONSAFEPATH := 1
 export OMP_NUM_THREADS ?= 1
 export NUMBA_NUM_THREADS ?= 1
 
-<<<<<<< HEAD
-.PHONY: help demo test test-frameworks check fmt bench slow lock land
+.PHONY: help demo test test-doctor test-frameworks check fmt bench slow lock land
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' Makefile
-=======
-.PHONY: help demo test test-doctor check fmt bench slow lock land
-help:
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
->>>>>>> main
 demo: .venv/ready  ## four learners train one model, one of them is killed and comes back
 	$(BIN)/narrows demo $(ARGS)
 
