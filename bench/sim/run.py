@@ -103,6 +103,8 @@ class Plan:
     short_of_memory = 0.0
     """Share of the published copies that a learner cannot make at the first try."""
     wild = False
+    island: int | None = None
+    """This learner is an island of ranks: it keeps to the order of calls of one."""
 
     def befalls(self, at: float, index: int, fault: Callable[..., None], *given: object) -> None:
         """A learner meets with a fault, a method of Site, at this time."""
@@ -137,6 +139,7 @@ class Draw(Plan):
         if rng.random() < 0.5:
             settings["run.goal_tokens"] = int(40 * TOKENS * sum(1 / s for s in steps_s))
         super().__init__(seed, settings, steps_s, Walk)
+        self.island = seed % learners
         self.weather = Weather(
             loss=rng.choice([0.0, 0.0, 0.02, 0.15]),
             twice=rng.choice([0.0, 0.05]),
@@ -295,6 +298,11 @@ class Site(Learner):
         self.pool: VirtualPool
         self._places_left = 0
         """An exception comes at the last of so many places of a call; 0: at none."""
+        self._is_island = index == run.plan.island
+        self._meets = True
+        """The ranks meet at the coming boundary, which may exchange something or wait."""
+        self._late_tokens = 0
+        """Tokens of the last step that its boundary has not counted."""
 
     def boot(self) -> None:
         """A new process with the old name; what the old one had not pushed is gone with it."""
@@ -303,6 +311,8 @@ class Site(Learner):
             self.pool.alive = False
         self.lives += 1
         self.left = False
+        self._meets = True
+        self._late_tokens = 0
         self.line.break_off()
         self.trainee = self.run.plan.begin(self)
         self.pool = VirtualPool(world, lambda _: self._turn(), self.boot, reach=self.reach)
@@ -408,15 +418,18 @@ class Site(Learner):
         if not self.line.frozen:
             if session.refused:
                 raise Wrong(f"{self.name} is refused: {session.refused}")
-            if not session.joined or session.must_wait(world.now):
+            waits = session.must_wait(world.now) and self._meets
+            if not session.joined or waits:
                 self._call(session.exchange_without_step)
             elif session.stopping:
+                if self._late_tokens:
+                    session.count(self._late_tokens)
+                    self._late_tokens = 0
                 self._call(lambda: session.leave(world.now))
                 self._call(session.exchange_without_step)
             elif world.now < self.run.plan.ends:
-                tokens = self.trainee.step(session, world.now)
                 before = standings(session)
-                if self._call(lambda: session.boundary(tokens, 1.0, world.now)):
+                if self._step(session):
                     self.run.checkers.stepped(self, before)
                 delay_s = self.trainee.step_s(world.now)
             else:
@@ -424,7 +437,29 @@ class Site(Learner):
             self._after_event()
         world.after(delay_s, self._in_this_life(self._train))
 
-    def _call(self, decide: Callable[[], None]) -> bool:
+    def _step(self, session: Session) -> bool:
+        """Makes a step and its boundary. False: an exception came.
+
+        An island's ranks have agreed at the boundary before whether they meet at this one. If not,
+        the tokens of this step count at the next.
+        """
+        now = self.world.now
+        tokens = self.trainee.step(session, now)
+        meets = self._meets
+        if not self._is_island:
+            return self._call(lambda: session.boundary(tokens, 1.0, now))
+        counted = self._late_tokens
+        self._late_tokens = tokens
+        if meets:
+            counted += tokens
+            self._late_tokens = 0
+        is_whole = self._call(
+            lambda: session.boundary(counted, 1.0, now, exchanges=meets), exchanges=meets
+        )
+        self._meets = session.due(now)
+        return is_whole
+
+    def _call(self, decide: Callable[[], None], *, exchanges: bool = True) -> bool:
         """A boundary of the training thread, whose loop survives an exception and goes on. False:
         one came."""
         run = self.run
@@ -432,7 +467,7 @@ class Site(Learner):
             self._places_left = run.world.rng.randint(1, 8)
         is_whole = True
         try:
-            self.boundary.perform(decide, run.world.now)
+            self.boundary.perform(decide, run.world.now, exchanges=exchanges)
         except (Interrupted, MemoryError):
             is_whole = False
         self._places_left = 0

@@ -18,8 +18,9 @@ from typing import Final
 
 import zmq
 
+from narrows.broker.asking import LOOK_S
 from narrows.broker.cli.plan import USABLE
-from narrows.broker.cli.status import LOOK_S, ask_status
+from narrows.broker.cli.status import ask_status
 from narrows.broker.doctor import told
 from narrows.broker.doctor.findings import Check, Finding, failed, ok, unknown
 from narrows.proto.config import Address

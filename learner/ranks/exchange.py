@@ -33,7 +33,7 @@ from narrows.learner.ranks.agreement import (
     read_vector,
     vector_of,
 )
-from narrows.learner.ranks.meeting import LEADER, NOTHING, Ranks, encoded
+from narrows.learner.ranks.meeting import LEADER, NOTHING, TIMEOUT, Ranks, Sum, encoded
 from narrows.learner.session import View
 from narrows.proto import errors
 from narrows.proto.codec import F32
@@ -41,8 +41,8 @@ from narrows.proto.errors import ErrorCode, NarrowsError
 from narrows.proto.layout import Fragment
 from narrows.proto.ports import Prepared
 
-LINGER_S: Final = 2.0
-"""A rank that raises waits so long for the others to hear of it."""
+LINGER: Final = timedelta(seconds=2)
+"""A rank that breaks off waits so long for the others to hear of it."""
 MISSING: Final = object()
 """In the place of a batch: there is none."""
 
@@ -91,6 +91,8 @@ class RanksExchange:
         """The newest that all ranks have agreed on."""
         self._coming: Callable[[], Said] | None = None
         """Ends the agreement that the last boundary has begun."""
+        self._begun: list[Sum] = []
+        """Sums that nobody here has looked at yet."""
         self._lead(lambda: self._build(make))
 
     def _build(self, make: Callable[[HostIsland], Exchange]) -> None:
@@ -162,8 +164,8 @@ class RanksExchange:
         self._leader.finish(timeout_s, disowned=disowned)
 
     def abort(self) -> None:
-        """Leaves at once, whatever is on its way; tells the others, if they come to hear of it. A
-        second call is harmless."""
+        """Leaves at once, whatever is on its way, and tells the others if they come to hear of it.
+        What they have told meanwhile may be the reason: it is logged. A second call is harmless."""
         if self._exchange is not None:
             self._exchange.abort()
         if self._coming is None:
@@ -173,7 +175,9 @@ class RanksExchange:
         if self._ranks.apart:
             return
         try:
-            self._ranks.start_sum(self._vector(Doing.BREAKING_OFF), timedelta(seconds=LINGER_S))()
+            self._begun.append(self._ranks.start_sum(self._vector(Doing.BREAKING_OFF)))
+            for each in self._begun:
+                read_vector(each(LINGER))
         except NarrowsError as error:
             _log.error("%s", error)
 
@@ -220,8 +224,15 @@ class RanksExchange:
         return lambda: not said().exhausted
 
     def _start(self, doing: Doing, said: Said) -> Callable[[], Said]:
-        summed = self._ranks.start_sum(self._vector(doing, said))
-        return lambda: read_vector(summed())[1]
+        begun = self._ranks.start_sum(self._vector(doing, said))
+        self._begun.append(begun)
+
+        def agreed() -> Said:
+            values = begun(TIMEOUT)
+            self._begun.remove(begun)
+            return read_vector(values)[1]
+
+        return agreed
 
     def _vector(self, doing: Doing, said: Said = NOTHING_SAID, order: Order = NO_ORDER) -> Any:
         return vector_of(said, self._ranks.rank, self._ranks.size, self._steps, doing, order)
@@ -271,7 +282,7 @@ class RanksExchange:
         """All ranks hear the leader's order, and how it sees the run."""
         said = self._leaders_part()
         with self._ranks.exchanging():
-            values = self._ranks.start_sum(self._vector(Doing.EXCHANGING, said, order))()
+            values = self._ranks.start_sum(self._vector(Doing.EXCHANGING, said, order))(TIMEOUT)
             order, self._said = read_vector(values)
         return order
 

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -42,6 +42,10 @@ LOOK: Final = timedelta(seconds=0.2)
 LEADER: Final = 0
 
 NOTHING: Final = np.empty(0, np.float32)
+
+Sum: TypeAlias = Callable[[timedelta], NDArray[np.float64]]
+"""Waits until all ranks have begun a sum, at most so long, and returns it. Raises
+LocalProtocolError RANK_LOST for a rank that is gone or does not come in time."""
 
 MODEL_PARALLEL: Final = frozenset({"tp", "cp", "sp", "tensor", "context", "sequence"})
 """Words in the names of mesh dimensions whose ranks learn from the same tokens."""
@@ -175,12 +179,9 @@ class Ranks:
 
     # Words.
 
-    def start_sum(
-        self, values: NDArray[np.float64], timeout: timedelta = TIMEOUT
-    ) -> Callable[[], NDArray[np.float64]]:
-        """Begins to sum a vector over all ranks. The result waits until all have begun, and returns
-        the sum. Raises LocalProtocolError MISUSE once fragments were left on their way, RANK_LOST
-        for a rank that is gone or does not come in time."""
+    def start_sum(self, values: NDArray[np.float64]) -> Sum:
+        """Begins to sum a vector over all ranks. Raises LocalProtocolError MISUSE once fragments
+        were left on their way, RANK_LOST for a rank that is gone."""
         if self.apart:
             raise misuse(
                 f"rank {self.rank} has broken off an exchange with the other ranks",
@@ -189,7 +190,7 @@ class Ranks:
         with self._named():
             work = dist.all_reduce(torch.from_numpy(values), group=self._words, async_op=True)
 
-        def summed() -> NDArray[np.float64]:
+        def summed(timeout: timedelta) -> NDArray[np.float64]:
             with self._named():
                 _wait(work, timeout)
             return values

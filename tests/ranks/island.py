@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import os
+import sys
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -139,12 +140,12 @@ def learn(folder: Path, name: str, broker: str, island: Island, rank: int) -> No
     """One rank's life. It leaves NAME.RANK.json, and rank 0 NAME.safetensors."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     torch.set_num_threads(1)
-    if island.kind != "solo":
-        if "RANK" not in os.environ:  # Else torchrun has started this process.
-            dist.init_process_group(
-                "gloo", init_method=f"file://{folder / name}-meeting", rank=rank,
-                world_size=island.ranks,
-            )  # fmt: skip
+    if "RANK" in os.environ:  # torchrun has started this process.
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+    elif island.kind != "solo":
+        place = f"file://{folder / name}-meeting"
+        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=island.ranks)
     model, run, batches_differ = build(island)
     groups: dict[str, list[Tensor]] = {}
     for each in model.parameters():
@@ -157,8 +158,8 @@ def learn(folder: Path, name: str, broker: str, island: Island, rank: int) -> No
         events=folder / f"{name}.jsonl" if rank == 0 else None,
         leave_timeout_s=island.leave_timeout_s, **more,
     )  # fmt: skip
-    place = rank if batches_differ is None else batches_differ.get_local_rank()
-    generator = torch.Generator().manual_seed(0 if island.same_batches else 1 + place)
+    order = rank if batches_differ is None else batches_differ.get_local_rank()
+    generator = torch.Generator().manual_seed(0 if island.same_batches else 1 + order)
     pace = threading.Event()
     loader = range(island.batches[rank]) if island.batches else itertools.count()
     steps = 0
@@ -204,3 +205,8 @@ def counting(island: Island) -> list[int]:
     if island.kind in ("tp", "fsdp_tp"):
         return list(range(0, island.ranks, 2))
     return list(range(island.ranks))
+
+
+if __name__ == "__main__":
+    _, its_folder, its_name, its_broker, its_kind, its_ranks = sys.argv
+    learn(Path(its_folder), its_name, its_broker, Island(its_kind, int(its_ranks)), 0)
