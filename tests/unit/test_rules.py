@@ -18,7 +18,7 @@ from narrows.proto.layout import build_table
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("proto", "broker", "learner", "bench")
 
-STATEMENTS_MAX = {"proto": 2000, "broker": 4370, "learner": 2200, "bench": 3155, "tests": 8360}
+STATEMENTS_MAX = {"proto": 2000, "broker": 4375, "learner": 2200, "bench": 3155, "tests": 8375}
 """Statements of a folder without docstrings. Lines are free: a cap of lines packs the code.
 To record inputs and play them again has an allowance of its own in these numbers."""
 
