@@ -108,12 +108,14 @@ def bits(
     sent = sum(each["elements"] * len(each["contributors"]) for each in merges)
     received = len(LEARNERS) * sum(each["elements"] for each in merges)
     payload_up, payload_down = payload_bits(merges)
+    wire_up = after["line"]["up_bytes"] - before["line"]["up_bytes"]
+    wire_down = after["line"]["down_bytes"] - before["line"]["down_bytes"]
     row: Row = {
         "exchanges": len(merges),
         "payload_up_bits_per_param": payload_up,
         "payload_down_bits_per_param": payload_down,
-        "wire_up_bits_per_param": 8 * (after["up_bytes"] - before["up_bytes"]) / sent,
-        "wire_down_bits_per_param": 8 * (after["down_bytes"] - before["down_bytes"]) / received,
+        "wire_up_bits_per_param": 8 * wire_up / sent,
+        "wire_down_bits_per_param": 8 * wire_down / received,
         "line_up_bits_per_param": None,
         "line_down_bits_per_param": None,
     }

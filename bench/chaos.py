@@ -24,6 +24,7 @@ from narrows.bench.kit.run import HURRY, TENSORS, Deployment, Toy
 from narrows.broker.process.pipeline import CRASH_PLACES
 from narrows.broker.store import History
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
+from narrows.proto.units import counted
 
 LEARNERS: Final = 3
 PARAMS: Final = 1 << 12
@@ -85,7 +86,7 @@ def chaos(*, short: Short = False, json: Json = None, kills: int = 0, seed: int 
     if problems:
         raise NarrowsError(
             ErrorCode.STATE_DAMAGED,
-            f"{len(problems)} things went wrong",
+            f"{counted(len(problems), 'thing')} went wrong",
             expected="nothing",
             got=problems[0],
         )

@@ -31,6 +31,7 @@ from narrows.broker.cli.status import ask_status
 from narrows.proto import codec
 from narrows.proto.errors import BrokerUnreachable, ConfigError
 from narrows.proto.keys import read_site_key
+from narrows.proto.wire import plain
 
 PRESET: Final = "tiny"
 STEP_TOKENS: Final = 4 * 64
@@ -143,7 +144,7 @@ def play(run: Deployment, names: Sequence[str], story: Story, view: View) -> Non
                     run.running[name].ends(0)  # It has failed, and this raises.
             now = time.monotonic()
             try:
-                status = ask_status(run.address, key, timeout_s=1.0)
+                status = plain(ask_status(run.address, key, timeout_s=1.0))
             except BrokerUnreachable:  # It may have ended just now, or the machine is busy.
                 if now > answered_at + PATIENCE_S:
                     raise
@@ -248,7 +249,8 @@ class View:
             if learner["loss"] is not None and learner["state"] == "training":
                 self._losses[name].append(learner["loss"])
 
-        wire = f"up {_size(status['up_bytes'])}, down {_size(status['down_bytes'])}"
+        line = status["line"]
+        wire = f"up {_size(line['up_bytes'])}, down {_size(line['down_bytes'])}"
         head = f"{story.share(status):4.0%}  {status['merges']} merges  {wire}"
         news = story.tell() or "; ".join(status["waiting_for"])
         table = self._table(status, head, news)
@@ -338,8 +340,8 @@ def collect(run: Deployment, names: Sequence[str], steps: int, story: Story) -> 
         "loss_global": summaries[0]["validation_loss"],
         "up_bits_per_param": up_bits,
         "down_bits_per_param": down_bits,
-        "up_bytes": final["up_bytes"],
-        "down_bytes": final["down_bytes"],
+        "up_bytes": final["line"]["up_bytes"],
+        "down_bytes": final["line"]["down_bytes"],
         "data_parallel_bytes": 8 * (len(names) - 1) * parameters * steps,
         "merges": final["merges"],
         "contributions": final["contributions"],

@@ -6,6 +6,7 @@ nothing else is imported or called.
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any, Final, get_type_hints
 
@@ -15,12 +16,12 @@ from narrows.broker.config import BrokerConfig
 from narrows.broker.records import Contribution, NotFinite, Recovered
 from narrows.broker.syncer import Syncer
 from narrows.learner.session import Session
-from narrows.proto.errors import ErrorCode, NarrowsError, fault
+from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError, fault
 
 MACHINES: Final[dict[str, type]] = {"syncer": Syncer, "session": Session}
 
 
-def replay(file: Path, /) -> None:
+def replay(file: Path, /, *, last: int = 200) -> None:
     """Play the inputs that a broker or a learner has recorded, and print what it decided.
 
     Each input has its time as its last argument, if it has one. Below it stand its result and all
@@ -29,9 +30,19 @@ def replay(file: Path, /) -> None:
 
     Args:
         file: File that the log of the process names: inputs-*.jsonl.
+        last: Inputs to print, counted from the end or from the first that differs; all are played.
     """
     try:
-        _replay(*map(msgspec.json.decode, file.read_bytes().splitlines()))
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"{file}",
+            expected="a file of inputs",
+            got=error.strerror or str(error),
+            remedy="the log of the broker or the learner names the file that it has written",
+        ) from error
+    try:
+        _replay(last, *map(msgspec.json.decode, lines))
     # Whatever is wrong, the file brought it.
     except (LookupError, TypeError, ValueError, AttributeError, msgspec.MsgspecError) as error:
         raise fault(
@@ -41,16 +52,17 @@ def replay(file: Path, /) -> None:
         ) from error
 
 
-def _replay(head: dict[str, Any], *lines: list[Any]) -> None:
+def _replay(last: int, head: dict[str, Any], *lines: list[Any]) -> None:
     kind = MACHINES[head["machine"]]
     answers = [line[0] for line in lines if len(line) == 1]
     inputs = [line for line in lines if len(line) != 1]
     machine = None if head["lost"] else _build(kind, head["given"], answers)
+    shown = deque[str](maxlen=last)
     for number, line in enumerate(inputs, 1):
         name, args, kwargs, pending, *decided = line
         method = vars(kind)[name]
         given = _typed(args, method.__wrapped__)  # Only an input wraps another function.
-        print(f"{number} {name} {args} {kwargs or ''}{_text(decided)}")
+        shown.append(f"{number} {name} {args} {kwargs or ''}{_text(decided)}")
         if machine is not None:
             # The host has performed the others.
             kept = [
@@ -63,14 +75,20 @@ def _replay(head: dict[str, Any], *lines: list[Any]) -> None:
             try:
                 method(machine, *given, **kwargs)
             except Exception as error:  # It may have ended the recorded call, too.
-                print(f"  raised {error!r}")
+                shown.append(f"  raised {error!r}")
             played = msgspec.json.decode(machine.recorder.lines[-1])
             if played != line:
+                print(*shown, sep="\n")
                 print(f"DIFFERS. Played now, it decides:{_text(played[4:])}")
                 raise fault(f"input {number}", expected="the recorded decisions", got="others")
-    verdict = f"{len(inputs)} inputs were played, and all decisions are as recorded"
+    print(*shown, sep="\n")
+    verdict = f"Inputs played: {len(inputs)}. All decisions are as recorded"
     if machine is None:
-        verdict = f"Not played: the {head['lost']} lines before these are not in the file"
+        verdict = (
+            f"Not played: the file holds the newest inputs, and not the first {head['lost']}, so "
+            "nobody knows the state that these met. It shows what the machine was told and what it "
+            "decided; whether it would decide so again, it cannot tell"
+        )
     print(verdict)
 
 

@@ -6,6 +6,7 @@ a snapshot may still read the old ones while the next version is made.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -68,6 +69,11 @@ class Policy:
     """Elements of a chunk of the publication."""
 
 
+def finite(loss: float | None) -> float | None:
+    """A loss that JSON and a database can hold; None: it is NaN or infinite, or was not told."""
+    return loss if loss is not None and math.isfinite(loss) else None
+
+
 @dataclass(frozen=True)
 class Contribution:
     """A complete push."""
@@ -83,6 +89,8 @@ class Contribution:
     """Elements of its chunks: those of the epoch in which it was pushed."""
     chunks: tuple[bytes, ...] = ()
     """Its payloads as they travelled; none where only the facts of the push are needed."""
+    loss: float | None = None
+    """Mean training loss of its steps; None: its learner told none."""
 
     @property
     def order(self) -> tuple[str, str]:

@@ -288,7 +288,11 @@ class Learner:
             if fragment.steps and not fragment.push and (is_open or phase == "ending"):
                 self.pushes += 1
                 fragment.snapshot(self.pushes, self.welcome["settings"]["push_rho"])
-                self.tell("push", fragment=index, tokens=fragment.push["steps"], **fragment.push)
+                counts = {
+                    "tokens": fragment.push["steps"],
+                    "loss": float(np.mean(fragment.params**2)),
+                }
+                self.tell("push", fragment=index, **counts, **fragment.push)
                 self.send(index, range(len(fragment.spans[PUBLICATION])))
         return (phase, heads) == ("ended", versions)
 

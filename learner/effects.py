@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from narrows.proto.layout import Fragment
 from narrows.proto.messages import ControlMessage, DataKind, Ranges
-from narrows.proto.ports import Adoption, Copy
+from narrows.proto.ports import Adoption, Copy, Prepared
 
 
 class SendChunks(Struct, frozen=True, tag=True):
@@ -84,6 +84,8 @@ class Move(NamedTuple):
     effect: Adopt
     fragment: Fragment
     rule: Adoption
+    prepared: Prepared | None
+    """The first part of this very rule, by a worker; None: it is prepared now."""
 
 
 class TakeSnapshot(NamedTuple):

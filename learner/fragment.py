@@ -19,6 +19,7 @@ of a boundary that was broken off: work that no version holds is lost there.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, NamedTuple
@@ -66,6 +67,27 @@ class Pushed(Enum):
     MERGED = auto()
 
 
+class Losses(NamedTuple):
+    """The losses that a learner has logged, summed."""
+
+    total: float = 0.0
+    number: int = 0
+
+    def with_one(self, loss: float | None) -> Losses:
+        """These and one more, if it is a number: one NaN would hide all that come after it."""
+        if loss is None or not math.isfinite(loss):
+            return self
+        return Losses(self.total + loss, self.number + 1)
+
+    def mean_since(self, before: Losses) -> float | None:
+        """The mean of those that are not among the ones before; None: there are none."""
+        number = self.number - before.number
+        return (self.total - before.total) / number if number else None
+
+
+NO_LOSSES: Final = Losses()
+
+
 @dataclass
 class FragmentSession:
     """The state of one fragment at a learner; decides on copies and pushes, not on their time."""
@@ -86,6 +108,8 @@ class FragmentSession:
     """Tokens of the steps that no push has taken yet."""
     steps: int = 0
     """The number of those steps."""
+    losses_before: Losses = NO_LOSSES
+    """All losses of this learner until the newest snapshot."""
     merged_tokens: int = 0
     lost_tokens: int = 0
     """Tokens of steps whose work an adoption overwrote, or that ended in a lost history."""
@@ -261,29 +285,45 @@ class FragmentSession:
         newer = self.tip > self.base or (self.standing is Standing.ADRIFT and self.tip >= 0)
         return newer and self.pushed is not Pushed.ENCODING
 
-    def adopt(self, keep: float, *, final: bool = False) -> Adopt:
-        """Moves the parameters to the tip; `final` makes them equal to it, whatever they were."""
+    @property
+    def missed_versions(self) -> bool:
+        """Several versions came out since the one that the parameters stand on."""
+        return self.standing is Standing.BASED and self.tip - self.base > 1
+
+    def adoption(self, keep: float, *, final: bool = False) -> Adopt:
+        """How the parameters move to the tip; `final` makes them equal to it, whatever they were.
+        Nothing changes yet."""
         assert self.tip >= 0, self
+        merged = self.pushed is Pushed.MERGED
+        push_id = self.push_id
         if final or self.standing is Standing.ADRIFT:
             keep = 0.0
-            if self.pushed is not Pushed.MERGED:  # Its work is overwritten, too.
-                self._settle()
-        merged = self.pushed is Pushed.MERGED
-        effect = Adopt(self.index, self.tip, self.push_id, keep, merged)
-        if keep == 0:
-            self.lost_tokens += self.tokens
-            self.tokens = self.steps = 0
-        if merged:
+            push_id = self.push_id if merged else 0  # The work of another push is overwritten, too.
+        return Adopt(self.index, self.tip, push_id, keep, merged)
+
+    def adopt(self, keep: float, *, final: bool = False) -> Adopt:
+        """Moves the parameters to the tip by `adoption`."""
+        effect = self.adoption(keep, final=final)
+        if effect.keep == 0:
+            self.drop_unpushed()
+        if effect.merged or not effect.push_id:
             self._settle()
         self.base = self.tip
         self.standing = Standing.FINAL if final else Standing.BASED
         return effect
 
-    def snapshot(self, push_id: int) -> Snapshot:
-        """Everything that no push has taken yet becomes one."""
+    def drop_unpushed(self) -> None:
+        """No push will take the steps that none has taken yet: their tokens are lost."""
+        self.lost_tokens += self.tokens
+        self.tokens = self.steps = 0
+
+    def snapshot(self, push_id: int, losses: Losses) -> Snapshot:
+        """Everything that no push has taken yet becomes one. `losses` are all of this learner."""
         assert self.standing is Standing.BASED and self.push is None and self.steps > 0, self
-        self.push = msg.Push(self.index, push_id, self.base, self.tokens, self.steps)
+        loss = losses.mean_since(self.losses_before)
+        self.push = msg.Push(self.index, push_id, self.base, self.tokens, self.steps, loss)
         self.pushed = Pushed.ENCODING
+        self.losses_before = losses
         self.tokens = self.steps = 0
         return Snapshot(self.index, push_id, self.base)
 

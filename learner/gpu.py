@@ -3,7 +3,7 @@
 Codes made on a GPU have the bits of those from a CPU: the same operations in float32, each rounded
 once, and an rms from the same samples. Only codes cross to the host.
 
-Encoding runs on a stream beside that of training, in the order of these rules:
+Encoding and preparing run on a stream beside that of training, in the order of these rules:
 
 - Memory belongs to the stream on which it was allocated: torch hands it out again as soon as
   nobody refers to it, although work queued there may still use it. So whatever another stream
@@ -15,7 +15,7 @@ Encoding runs on a stream beside that of training, in the order of these rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Final, NamedTuple
@@ -24,11 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from narrows.learner.island import HostIsland, ParameterSource, encode_on_host
+from narrows.learner.island import HostIsland, ParameterSource, encode_on_host, is_copy
 from narrows.proto.codec import (
     CODECS,
     F32,
     RMS_SAMPLES_MAX,
+    Spread,
     encode_codes,
     piece_scales,
     read_only,
@@ -37,7 +38,7 @@ from narrows.proto.codec import (
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 from narrows.proto.layout import Fragment
 from narrows.proto.messages import RunSettings
-from narrows.proto.ports import Adoption, CodedPush, Copy
+from narrows.proto.ports import Adoption, CodedPush, Copy, Prepared
 
 DEVICE_BLOCK: Final = 1 << 24
 """Elements coded at once on a GPU: enough to fill it, few enough to bound the memory that coding
@@ -65,7 +66,7 @@ class TorchIsland(HostIsland):
 
     def snapshot(
         self, fragment: Fragment, published: Copy, base: int, settings: RunSettings
-    ) -> Callable[[], CodedPush]:
+    ) -> Callable[[Spread], CodedPush]:
         """Copies the parameters where they are; a GPU's copy is not waited for."""
         if not isinstance(published.rounded, Tensor):
             return super().snapshot(fragment, published, base, settings)
@@ -77,12 +78,30 @@ class TorchIsland(HostIsland):
             ready.record(torch.cuda.current_stream(local.device))
         return partial(encode_on_device, fragment, published.rounded, local, ready, base, settings)
 
-    def adopt(self, fragment: Fragment, rule: Adoption) -> None:
+    def prepare(self, fragment: Fragment, rule: Adoption) -> Prepared:
+        """`out` is a tensor on the fragment's device if it has one, and complete."""
+        if is_copy(rule) or not isinstance(rule.new.rounded, Tensor):
+            return super().prepare(fragment, rule)
+        return Prepared(prepare_on_device(fragment, rule), rule.keep)
+
+    def adopt(self, fragment: Fragment, prepared: Prepared) -> None:
         """Moves the parameters in place, where they are."""
-        if isinstance(rule.new.rounded, Tensor):
-            adopt_on_device(fragment, self._views(fragment), rule)
-        else:
-            super().adopt(fragment, rule)
+        if not isinstance(prepared.out, Tensor):
+            super().adopt(fragment, prepared)
+            return
+        out = prepared.out
+        if out.is_cuda:
+            out.record_stream(torch.cuda.current_stream(out.device))
+        for piece, view in zip(fragment.pieces, self._views(fragment), strict=True):
+            own = out[piece.offset : piece.offset + piece.count].view(view.shape)
+            if prepared.keep == 0:
+                view.copy_(own)
+                continue
+            values = view.to(torch.float32)  # The view itself, if it is float32.
+            # Rounded twice, as in host memory: one operation for both may round once.
+            values.mul_(prepared.keep).add_(own)
+            if values is not view:
+                view.copy_(values)
 
     def _device(self, fragment: Fragment) -> torch.device | None:
         """The device where this fragment is coded and adopted; None: in host memory."""
@@ -108,6 +127,7 @@ def encode_on_device(
     ready: torch.cuda.Event | None,
     base: int,
     settings: RunSettings,
+    spread: Spread,
 ) -> CodedPush:
     """Codes `published - local`, float32 (n,) on their device, with the bits of `encode_on_host`;
     only codes cross to the host. `ready` happens when `local` is complete."""
@@ -122,7 +142,7 @@ def encode_on_device(
         if not CODECS[codec].coded:
             whole = DeviceCodes(np.ones(len(fragment.pieces), np.float32), published - local)
             push = encode_on_host(
-                fragment, published.cpu().numpy(), local.cpu().numpy(), base, settings
+                fragment, published.cpu().numpy(), local.cpu().numpy(), base, settings, spread
             )
             return replace(push, on_device=whole)
         scales = _scales(fragment, published, local, settings.push_rho)
@@ -132,7 +152,7 @@ def encode_on_device(
         in_host_memory.copy_(codes, non_blocking=True)
         if stream is not None:
             stream.synchronize()
-    chunks = tuple(encode_codes(fragment, codec, scales, in_host_memory.numpy(), size))
+    chunks = tuple(encode_codes(fragment, codec, scales, in_host_memory.numpy(), size, spread))
     return CodedPush(base, codec, size, chunks, DeviceCodes(scales, codes))
 
 
@@ -171,31 +191,31 @@ def _codes(fragment: Fragment, published: Tensor, local: Tensor, scales: F32, li
     return codes
 
 
-def adopt_on_device(fragment: Fragment, views: Sequence[Tensor], rule: Adoption) -> None:
-    """The rule as torch expressions, piece by piece, on the training thread's stream."""
+def prepare_on_device(fragment: Fragment, rule: Adoption) -> Tensor:
+    """The first part of the rule as torch expressions, piece by piece: float32 (n,), complete when
+    this returns."""
     old: Tensor = rule.old.rounded
     new: Tensor = rule.new.rounded
     coded: DeviceCodes | None = rule.push.on_device if rule.push else None
-    tensors = [old, new]
-    if coded is not None:
-        tensors.append(coded.codes)
-    if new.is_cuda:
-        for tensor in tensors:
-            tensor.record_stream(torch.cuda.current_stream(new.device))
-    for index, (piece, view) in enumerate(zip(fragment.pieces, views, strict=True)):
-        span = slice(piece.offset, piece.offset + piece.count)
-        mine = None
-        if coded is not None:
-            mine = coded.codes[span].to(torch.float32) * float(coded.scales[index])
-        value = new[span].clone()
-        if rule.keep > 0:
-            kept = view.reshape(-1).to(torch.float32) - old[span]
-            if mine is not None:
-                kept += mine
-            value += kept * rule.keep
-        if mine is not None and not rule.merged:
-            value -= mine
-        view.copy_(value.view(view.shape))
+    stream = beside_training(new.device)
+    # Whatever is read here is complete, and was allocated on this stream.
+    with torch.cuda.stream(stream):
+        out = new.clone()
+        for index, piece in enumerate(fragment.pieces):
+            span = slice(piece.offset, piece.offset + piece.count)
+            value = out[span]
+            rest = old[span]
+            mine = None
+            if coded is not None:
+                mine = coded.codes[span].to(torch.float32) * float(coded.scales[index])
+                rest = rest - mine
+            if rule.keep > 0:
+                value -= rest * rule.keep
+            if mine is not None and not rule.merged:
+                value -= mine
+        if stream is not None:
+            stream.synchronize()
+    return out
 
 
 def to_device(values: F32, device: torch.device) -> Tensor:

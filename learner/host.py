@@ -9,8 +9,9 @@ digest, encode and send belongs to the pool and the loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from msgspec import structs
@@ -22,21 +23,32 @@ from narrows.proto import wire
 from narrows.proto.codec import (
     F32,
     EncodedChunk,
-    advance_copy,
-    decode_chunk,
-    digest_of,
+    Spread,
+    assemble,
     encode_values,
     recut,
-    values_of,
 )
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError, fault
 from narrows.proto.flow import Sender
 from narrows.proto.layout import Fragment, check_layout, differences
 from narrows.proto.messages import LOSSLESS, DataKind, Header
-from narrows.proto.ports import Adoption, CodedPush, Copy, Island, Pool, Wires
+from narrows.proto.ports import Adoption, CodedPush, CodingPool, Copy, Island, Prepared, Wires
 
 SENDS_PER_TURN: Final = 16
 """Data messages that leave before the training thread may have the lock."""
+
+PREPARED_MAX: Final = 2
+"""Adoptions that are prepared ahead: at most two rounds are in flight. Each takes 4 bytes an
+element; a learner that makes no steps for a while would prepare its whole model."""
+
+
+@dataclass(eq=False)
+class Ahead:
+    """An adoption that a worker prepares before its boundary."""
+
+    rule: Adoption
+    prepared: Prepared | None = None
+    """None: not yet."""
 
 
 class LearnerHost:
@@ -53,7 +65,7 @@ class LearnerHost:
         layout: msg.Layout,
         island: Island,
         wires: Wires,
-        pool: Pool,
+        pool: CodingPool,
         now: float,
         *,
         curve: bool = False,
@@ -71,6 +83,8 @@ class LearnerHost:
         """By fragment, the newest published copy that is whole here."""
         self.pushes: dict[tuple[int, int], CodedPush] = {}
         """By fragment and push id, until the session has done with the push."""
+        self.ahead: dict[int, Ahead] = {}
+        """By fragment, the adoption that its next boundary will make, as far as is known."""
         self.seeds: dict[int, list[EncodedChunk] | None] = {}
         """Fragments of version 0 that the broker wants, as coded; None: not yet."""
         self._wires = wires
@@ -114,6 +128,7 @@ class LearnerHost:
     def turn(self, now: float) -> None:
         """The time has come, or a socket has room: sends what may leave."""
         self.perform(now)
+        self._prepare(now)
         self._pump(now)
 
     def deadline(self, now: float) -> float:
@@ -137,13 +152,13 @@ class LearnerHost:
                 case do.Snapshot(index):
                     tasks.append(do.TakeSnapshot(effect, self._fragment(index), bases[index]))
                 case do.Adopt(index):
-                    new = self.tips[index]
-                    # An adoption that keeps nothing, such as the first, needs no old copy.
-                    old = bases[index] if effect.keep > 0 else new
-                    bases[index] = new
-                    push = self.pushes[index, effect.push_id] if effect.push_id else None
-                    rule = Adoption(old, new, push, effect.keep, effect.merged)
-                    tasks.append(do.Move(effect, self._fragment(index), rule))
+                    rule = self._rule(effect, bases)
+                    bases[index] = rule.new
+                    ahead = self.ahead.get(index)
+                    prepared = None
+                    if ahead is not None and ahead.rule == rule:
+                        prepared = ahead.prepared
+                    tasks.append(do.Move(effect, self._fragment(index), rule, prepared))
 
         # One at a time, because a lossless model is large; the next follows at the next call.
         wanted = [index for index, seed in self.seeds.items() if seed is None]
@@ -151,13 +166,45 @@ class LearnerHost:
             tasks.append(do.Read(self._fragment(wanted[0])))
         return tasks
 
+    def _rule(self, effect: do.Adopt, bases: Mapping[int, Copy]) -> Adoption:
+        index = effect.fragment
+        new = self.tips[index]
+        # An adoption that keeps nothing, such as the first, needs no old copy.
+        old = bases[index] if effect.keep > 0 else new
+        push = self.pushes[index, effect.push_id] if effect.push_id else None
+        return Adoption(old, new, push, effect.keep, effect.merged)
+
+    def _prepare(self, now: float) -> None:
+        """A worker computes what the next boundary will adopt, so that the training thread performs
+        the last pass alone. Where the rule is another one at the boundary, as when the share that
+        it keeps has changed, that thread prepares it anew."""
+        foreseen: dict[int, Adoption] = {}
+        if not self.session.effects:  # Else a task is under way that moves bases.
+            for effect in self.session.foreseen(now)[:PREPARED_MAX]:
+                foreseen[effect.fragment] = self._rule(effect, self._bases)
+        self.ahead = {
+            index: each for index, each in self.ahead.items() if foreseen.get(index) == each.rule
+        }
+        for index, rule in foreseen.items():
+            if index not in self.ahead:
+                ahead = self.ahead[index] = Ahead(rule)
+                work = partial(self.island.prepare, self._fragment(index), rule)
+                self._pool.run(work, partial(self._prepared, ahead))
+
+    def _prepared(self, ahead: Ahead, result: Prepared | BaseException, now: float) -> None:
+        if isinstance(result, BaseException):
+            self._refuse(result)  # The training thread prepares it.
+        else:
+            ahead.prepared = result
+
     def adopted(self, effect: do.Adopt, new: Copy) -> None:
         """The parameters of the fragment have moved to this copy."""
         self.seeds.clear()  # Version 0 is durable.
+        self.ahead.pop(effect.fragment, None)
         self._bases[effect.fragment] = new
         self._drop_effect(effect)  # Last: an exception may come between any two lines.
 
-    def snapshot_taken(self, effect: do.Snapshot, work: Callable[[], CodedPush]) -> None:
+    def snapshot_taken(self, effect: do.Snapshot, work: Callable[[Spread], CodedPush]) -> None:
         """The parameters are copied; a worker codes what they differ from their base."""
         index = effect.fragment
 
@@ -171,7 +218,7 @@ class LearnerHost:
                 self.session.encoded(index, effect.push_id, now)
             self.turn(now)
 
-        self._pool.run(work, coded)
+        self._pool.run(lambda: work(self._pool.spread), coded)
         self._drop_effect(effect)
 
     def seed_read(self, fragment: Fragment, values: F32) -> None:
@@ -194,7 +241,11 @@ class LearnerHost:
                 self._put(do.SendChunks(DataKind.SEED, index), 0, LOSSLESS, result)
             self._pump(now)
 
-        self._pool.run(lambda: list(encode_values(fragment, values, chunk_elements=size)), coded)
+        def work() -> list[EncodedChunk]:
+            spread = self._pool.spread
+            return list(encode_values(fragment, values, chunk_elements=size, spread=spread))
+
+        self._pool.run(work, coded)
         self._seeding = True  # Not sooner: an exception would end the seeding for good.
 
     def _drop_effect(self, effect: do.Effect) -> None:
@@ -254,8 +305,8 @@ class LearnerHost:
         fragment = self._fragment(index)
         settings = self.session.settings
         arrived = self.payloads[index, effect.kind, effect.version]
-        chunks = [arrived[chunk] for chunk in sorted(arrived)]
-        first, _ = chunks[0]
+        first, _ = arrived[0]
+        payloads = [(arrived[chunk][0].codec, arrived[chunk][1]) for chunk in sorted(arrived)]
         # A state stands alone, a publication is added to the copy before it.
         previous = None
         size = settings.state_chunk_elements
@@ -264,15 +315,11 @@ class LearnerHost:
             size = settings.chunk_elements
 
         def work() -> tuple[Copy, bool]:
-            decoded = [
-                decode_chunk(fragment, header.codec, size, header.chunk, payload)
-                for header, payload in chunks
-            ]
-            if previous is None:
-                values = values_of(fragment, decoded)
-            else:
-                values = advance_copy(fragment, previous, decoded)
-            return self.island.copy(fragment, values), digest_of(values) == first.result_digest
+            spread = self._pool.spread
+            values, digest = assemble(
+                fragment, previous, payloads, chunk_elements=size, spread=spread
+            )
+            return self.island.copy(fragment, values), digest == first.result_digest
 
         def made(result: tuple[Copy, bool] | BaseException, now: float) -> None:
             if isinstance(result, RemoteProtocolError):

@@ -5,33 +5,46 @@ an adoption. With `keep` from 0 to 1 and `push` as it was coded (0 without one):
 
     params = new + keep * (params - old + push) - (0 if merged else push)
 
+It is computed in two parts, the first of which needs no parameters:
+
+    out = new - keep * (old - push) - (0 if merged else push)        prepare
+    params = out + keep * params                                     adopt
+
 `params - old + push` is what was learned since the snapshot, and the rounding error of the code.
 So that error stays in the parameters and is in the next push again: there is no residual buffer. A
 push that waits stays whole; one that `new` holds has done its work. `old` and `new` are rounded to
 the parameters' precision, so that the rounding of bfloat16 never travels as progress. Streaming
 DiLoCo (arXiv 2501.18512) mixes so, too.
 
-The rule is one numba kernel here; learner/gpu.py has its twin in torch, with the same bits.
+Each part is one numba kernel here; learner/gpu.py has their twins in torch, with the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol
 
 import numpy as np
 
-from narrows.proto.codec import F32, empty_f32, encode_push, kernel, read_only, round_to_dtype
+from narrows.proto.codec import (
+    F32,
+    I8,
+    I64,
+    Spread,
+    empty_f32,
+    encode_push,
+    kernel,
+    read_only,
+    round_to_dtype,
+)
 from narrows.proto.codec import warm_up as warm_up_codecs
-from narrows.proto.layout import BLOCK, Fragment, Piece
+from narrows.proto.layout import Fragment, Piece
 from narrows.proto.messages import DtypeName, RunSettings
-from narrows.proto.ports import Adoption, CodedPush, Copy
-
-SLICE: Final = 4 * BLOCK
-"""Elements adopted at once without a push; with one it is a chunk of it, decoded within cache."""
+from narrows.proto.ports import Adoption, CodedPush, Copy, Prepared
 
 NO_PUSH: Final = read_only(np.empty(0, np.float32))
+ONE_SCALE: Final = read_only(np.ones(1, np.float32))
 
 
 class ParameterSource(Protocol):
@@ -75,19 +88,29 @@ class HostIsland:
 
     def snapshot(
         self, fragment: Fragment, published: Copy, base: int, settings: RunSettings
-    ) -> Callable[[], CodedPush]:
+    ) -> Callable[[Spread], CodedPush]:
         """Copies the parameters; the published copy is never written to."""
         local = self.read(fragment)
         return partial(encode_on_host, fragment, published.rounded, local, base, settings)
 
-    def adopt(self, fragment: Fragment, rule: Adoption) -> None:
-        """Moves the parameters in place by the rule of this module."""
+    def prepare(self, fragment: Fragment, rule: Adoption) -> Prepared:
+        """The first part of this module's rule."""
+        if is_copy(rule):
+            return Prepared(rule.new.rounded, 0.0)
+        return Prepared(prepare_on_host(fragment, rule), rule.keep)
+
+    def adopt(self, fragment: Fragment, prepared: Prepared) -> None:
+        """The second part. Parameters that are not float32 in host memory are read and written."""
         arrays = self._arrays(fragment)
         if arrays is not None:
-            adopt_on_host(fragment, arrays, rule)
+            for piece, array in zip(fragment.pieces, arrays, strict=True):
+                span = slice(piece.offset, piece.offset + piece.count)
+                _adopt(array, prepared.out[span], prepared.keep)
+        elif prepared.keep == 0:
+            self._source.write(fragment, prepared.out)
         else:
             values = self.read(fragment)
-            adopt_on_host(fragment, np.split(values, fragment.bounds[1:-1]), rule)
+            _adopt(values, prepared.out, prepared.keep)
             self._source.write(fragment, values)
 
     def _views(self, fragment: Fragment) -> list[Any]:
@@ -107,56 +130,107 @@ class HostIsland:
 
 
 def encode_on_host(
-    fragment: Fragment, published: F32, local: F32, base: int, settings: RunSettings
+    fragment: Fragment,
+    published: F32,
+    local: F32,
+    base: int,
+    settings: RunSettings,
+    spread: Spread,
 ) -> CodedPush:
     """Codes `published - local`, float32 (n,). Raises LocalProtocolError NOT_FINITE."""
     codec = settings.push_codec
     size = settings.chunk_elements
     chunks = encode_push(
-        fragment, published, local, codec=codec, rho=settings.push_rho, chunk_elements=size
+        fragment,
+        published,
+        local,
+        codec=codec,
+        rho=settings.push_rho,
+        chunk_elements=size,
+        spread=spread,
     )
     return CodedPush(base, codec, size, tuple(chunks))
 
 
+def is_copy(rule: Adoption) -> bool:
+    """Whether the parameters become the new copy, whatever they were."""
+    return rule.keep == 0 and (rule.push is None or rule.merged)
+
+
 @kernel
-def adopt_kernel(
-    params: F32, old: F32, new: F32, push: F32, keep: np.float32, merged: bool
+def prepare_kernel(
+    old: F32,
+    new: F32,
+    multiples: I8 | F32,
+    bounds: I64,
+    scales: F32,
+    keep: np.float32,
+    merged: bool,
+    out: F32,
 ) -> None:
-    """The rule, in place. All are float32 (n,); `push` may be empty, which means 0."""
+    """The first part of the rule for a chunk: old, new and out are float32 (n,). The push is scale
+    times `multiples` (n,), by spans; these may be empty, and then it is 0."""
+    for span in range(scales.size):
+        scale = scales[span]
+        first, end = bounds[span], bounds[span + 1]
+        part_old, part_new, part = old[first:end], new[first:end], multiples[first:end]
+        part_out = out[first:end]
+        for i in range(part_out.size):
+            mine = scale * np.float32(part[i]) if multiples.size else np.float32(0.0)
+            value = part_new[i]
+            # Without this test, 0 times a nan of the old copy would spoil the new one.
+            if keep > np.float32(0.0):
+                value = value - keep * (part_old[i] - mine)
+            part_out[i] = value if merged else value - mine
+
+
+@kernel
+def adopt_kernel(params: F32, out: F32, keep: np.float32) -> None:
+    """The second part, in place, on float32 (n,)."""
     for i in range(params.size):
-        mine = push[i] if push.size else np.float32(0.0)
-        value = new[i]
-        # Without this test, 0 times a nan of the parameters would spoil the new copy.
-        if keep > np.float32(0.0):
-            value = value + keep * ((params[i] - old[i]) + mine)
-        params[i] = value if merged else value - mine
+        params[i] = out[i] + keep * params[i]
 
 
-def adopt_on_host(fragment: Fragment, views: Sequence[F32], rule: Adoption) -> None:
-    """The rule for a fragment whose pieces are `views`, float32 (count,), in host memory."""
+def prepare_on_host(fragment: Fragment, rule: Adoption) -> F32:
+    """The first part of the rule, float32 (n,), in host memory."""
     old = read_only(rule.old.rounded)
     new = read_only(rule.new.rounded)
     keep = np.float32(rule.keep)
-    size = rule.push.chunk_elements if rule.push else SLICE
-    scratch = empty_f32(min(size, fragment.elements))
+    out = empty_f32(fragment.elements)
+    size = rule.push.chunk_elements if rule.push else fragment.elements
     for chunk in range(fragment.chunk_count(size)):
         offset, count = fragment.chunk(chunk, size)
-        push = NO_PUSH
+        multiples: I8 | F32 = NO_PUSH
+        bounds = np.array([0, count])
+        scales = ONE_SCALE
         if rule.push is not None:
-            rule.push.chunks[chunk].decoded.values(scratch[:count])
-            push = read_only(scratch[:count])
-        bounds = fragment.spans(offset, count) + offset
-        for index, first, end in zip(
-            fragment.pieces_of(offset, count), bounds[:-1], bounds[1:], strict=True
-        ):
-            start = fragment.pieces[index].offset
-            params = views[index][first - start : end - start]
-            mine = push[first - offset : end - offset]
-            adopt_kernel(params, old[first:end], new[first:end], mine, keep, rule.merged)
+            decoded = rule.push.chunks[chunk].decoded
+            multiples = decoded.multiples()
+            bounds = decoded.bounds
+            scales = decoded.scales
+        place = slice(offset, offset + count)
+        prepare_kernel(
+            old[place], new[place], multiples, read_only(bounds), scales, keep, rule.merged,
+            out[place],
+        )  # fmt: skip
+    return read_only(out)
+
+
+def _adopt(params: F32, out: F32, keep: float) -> None:
+    # Parameters that are not finite, times 0, would spoil what they become.
+    if keep == 0:
+        np.copyto(params, out)
+    else:
+        adopt_kernel(params, read_only(out), np.float32(keep))
 
 
 def warm_up() -> None:
     """Loads every kernel that a learner runs: one that is loaded later would hold training up."""
     warm_up_codecs()
-    values = np.ones(2, np.float32)
-    adopt_kernel(values, read_only(values), read_only(values), NO_PUSH, np.float32(0.5), False)
+    one = ONE_SCALE
+    half = np.float32(0.5)
+    bounds = read_only(np.array([0, 1]))
+    codes: tuple[I8 | F32, ...] = (one, read_only(np.ones(1, np.int8)))
+    for multiples in codes:
+        prepare_kernel(one, one, multiples, bounds, one, half, False, one.copy())
+    adopt_kernel(one.copy(), one, half)

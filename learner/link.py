@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from narrows.learner.host import LearnerHost
 from narrows.learner.site import JoinTarget
 from narrows.learner.sockets import Sockets
 from narrows.proto.codec import F32
-from narrows.proto.errors import NarrowsError, Refused, printable
+from narrows.proto.errors import ErrorCode, LocalProtocolError, NarrowsError, Refused, printable
 from narrows.proto.events import EventFile, write_inputs
 from narrows.proto.keys import check_trust, read_site_key, servers_of
 from narrows.proto.messages import Header, Layout
@@ -42,12 +43,15 @@ DEAD_AGAIN_S: Final = 60.0
 
 _log = logging.getLogger("narrows.learner")
 
+_open: Final[dict[tuple[int, str, str], Link]] = {}
+"""By process, broker and name, the learners between `start` and `close`."""
+
 
 class Link:
     """One incarnation of a learner at one broker, from `start` to `close`.
 
     Whoever calls `host` holds `lock`, which tells those that wait for it of each turn. The host
-    calls the ports `control`, `data` and `run`.
+    calls the ports `control`, `data`, `run` and `spread`.
     """
 
     def __init__(
@@ -74,6 +78,8 @@ class Link:
         self._dialled_at = -math.inf
         self._told_at: dict[str, float] = {}
         """Trouble of sockets for data -> when it was told last."""
+        self._place = os.getpid(), target.broker, target.name
+        """A fork inherits the entries of `_open` and none of the threads: it is another process."""
         self._events_path = events
         self._events: EventFile | None = None
         self._said: deque[list[bytes]] = deque()
@@ -101,16 +107,27 @@ class Link:
         return False
 
     def run(self, work: Callable[[], Any], done: Done) -> None:
-        """Runs `work` on the worker."""
+        """Runs `work` on a worker."""
         self._workers.run(work, done)
+
+    def spread(self, call: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        """Within a work: `call` of each item, by all workers that are idle."""
+        return self._workers.spread(call, items)
 
     # The training thread.
 
     def start(self) -> None:
-        """Dials, and goes on in the background."""
+        """Dials, and goes on in the background. Raises LocalProtocolError MISUSE if another learner
+        of this process has the name: the broker would take it for another process."""
+        if _open.setdefault(self._place, self) is not self:
+            raise LocalProtocolError(
+                ErrorCode.MISUSE,
+                f"a Learner of the name {self.target.name} is still open in this process",
+                remedy="Leave its block, or call its close(), before another one joins.",
+            )
         if self._events_path is not None:
             self._events = EventFile(self._events_path)
-        self._workers = Workers(1, "narrows-learner")
+        self._workers = Workers(self.target.workers, "narrows-learner")
         self._dial()
         self._is_open = True
         self._thread.start()
@@ -126,17 +143,24 @@ class Link:
             self._workers.close()
         if self._events is not None:
             self._events.close()
+        if _open.get(self._place) is self:
+            del _open[self._place]
 
-    def raise_error(self) -> None:
-        """Raises what the training thread must hear: the background thread has ended, or the broker
+    @property
+    def error(self) -> BaseException | None:
+        """The training thread must hear of this: the background thread has ended, or the broker
         does not want this learner."""
         session = self.host.session
         error = self._error or session.refused
         if error is None and not session.joined and isinstance(session.obstacle, Refused):
             # A broker may still come, but one that does not admit our key does not change its mind.
             error = session.obstacle
-        if error is not None:
-            raise error
+        return error
+
+    def raise_error(self) -> None:
+        """Raises `error`, if there is one."""
+        if self.error is not None:
+            raise self.error
 
     def silent_ports(self) -> str:
         """Names the data port on which nothing moves, after a Welcome."""

@@ -14,11 +14,11 @@ boundaries between two inner steps:
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Final, NamedTuple
 
 from narrows.learner.clock import RunClock, StepTimes
 from narrows.learner.effects import Adopt, Effect, Note, SendChunks, Snapshot
-from narrows.learner.fragment import FragmentSession, Pushed, Standing
+from narrows.learner.fragment import NO_LOSSES, FragmentSession, Pushed, Standing
 from narrows.proto import messages as msg
 from narrows.proto import timing
 from narrows.proto.errors import ErrorCode, NarrowsError, Refused
@@ -57,6 +57,19 @@ NO_NEWS: Final = msg.Beat("", Phase.SEEDING, (), (), 0.0, 0, 0.0, 0.0)
 """The newest Beat before the first."""
 
 
+class View(NamedTuple):
+    """The answers to what a training loop asks."""
+
+    stopping: bool
+    run_tokens: float
+    step_tokens: float
+    """Tokens of one step of the run's clock; 0: not known yet."""
+    goal_tokens: int
+    steps: int
+    ramp_steps: int
+    health: str
+
+
 class Session:
     """One incarnation of a learner. Times are seconds on the caller's monotonic clock.
 
@@ -91,6 +104,7 @@ class Session:
         model."""
         self.steps = self.tokens = 0
         self.loss: float | None = None
+        self._losses = NO_LOSSES
         self.paused: str | None = None
         self.connected = False
         """A Welcome has come since the last sign that the connection is gone."""
@@ -116,8 +130,9 @@ class Session:
         self._leaving_at: float | None = None
         self._warned_offline: set[Note] = set()
         """The warnings of the present outage."""
-        self._warned_given_up = False
-        """The warning that work is given up, until no fragment is far behind any more."""
+        self._noted_given_up = False
+        """That work is given up, until no fragment is far behind any more."""
+        self._disowned = False
 
     # What the training thread asks.
 
@@ -162,6 +177,17 @@ class Session:
         exchanges = any(self._adopts(part) or self._pushes(part, 1) for part in self.parts)
         return exchanges or self.must_wait(now, steps_ahead=1)
 
+    def foreseen(self, now: float) -> list[Adopt]:
+        """The adoptions of the next boundary, as it would decide them now: they can be prepared. A
+        training thread that waits adopts at once, and nothing is worth preparing for it."""
+        if self.ended or self.must_wait(now):
+            return []
+        return [
+            part.adoption(self._keep(part), final=self._has_ended)
+            for part in self.parts
+            if self._adopts(part)
+        ]
+
     def run_tokens(self, now: float) -> float:
         """The run's clock in tokens of all learners. It never falls."""
         return self._run_clock.tokens(self.beat, now - self._beat_at)
@@ -180,6 +206,15 @@ class Session:
             return "blocked"
         return "connected" if self.joined else "joining"
 
+    def view(self, now: float) -> View:
+        """Answers what the training loop asks."""
+        own_step_tokens = self.tokens / max(1, self.steps)
+        return View(
+            self.stopping, self.run_tokens(now),
+            self.settings.tokens_per_run_step or own_step_tokens, self.settings.goal_tokens,
+            self.steps, self.ramp_steps, self.health(now),
+        )  # fmt: skip
+
     @property
     def awaits_data(self) -> bool:
         """Chunks that lead to the newest version are not here yet, and the broker is."""
@@ -189,7 +224,10 @@ class Session:
     @property
     def merged_tokens(self) -> int:
         """Logged tokens whose work is in versions; each fragment has its share of a token."""
-        return sum(part.merged_tokens for part in self.parts) // max(1, len(self.parts))
+        settled = sum(part.merged_tokens for part in self.parts)
+        # A push counts once its version is here. Who leaves does not adopt that version any more.
+        here = sum(part.pushed_tokens for part in self.parts if part.pushed is Pushed.MERGED)
+        return (settled + here) // max(1, len(self.parts))
 
     @property
     def lost_tokens(self) -> int:
@@ -358,7 +396,9 @@ class Session:
             self.effects.append(SendChunks(fetch.kind, fetch.fragment, fetch.push_id, fetch.chunks))
 
     def _take_refusal(self, refuse: msg.Refuse, now: float) -> None:
-        text = f"{refuse.code}: {refuse.message} {refuse.remedy}".rstrip()
+        text = f"{refuse.code}: {refuse.message}"
+        if refuse.remedy:
+            text += f". {refuse.remedy}"
         if refuse.push_id:
             if refuse.fragment < len(self.parts):
                 self.parts[refuse.fragment].give_up(refuse.push_id)
@@ -429,20 +469,35 @@ class Session:
     # The training thread.
 
     @recorded
-    def boundary(self, tokens: int, loss: float | None, now: float) -> None:
-        """After an inner step of `tokens` tokens: adopt what is here, then push what is due."""
+    def boundary(
+        self, tokens: int, loss: float | None, now: float, *, exchanges: bool = True
+    ) -> None:
+        """After an inner step of `tokens` tokens: adopt what is here, then push what is due.
+
+        Not `exchanges`: nothing was due at the boundary before, so the ranks of an island have not
+        met. They count the tokens of a step one boundary late, or at the end by `count`.
+        """
         self.steps += 1
         self.tokens += tokens
         self.loss = loss
+        self._losses = self._losses.with_one(loss)
         self._step_times.stepped(now)
         if self.beat.phase is Phase.RUNNING:
             self.heard_ending = False  # The step counts: the run goes on, with a larger goal.
         for part in self.parts:
             part.tokens += tokens
             part.steps += 1
-        self._exchange()
+        if exchanges:
+            self._exchange()
         if now >= self._report_at + timing.REPORT_S:
             self._report(now)
+
+    @recorded
+    def count(self, tokens: int) -> None:
+        """Tokens of the last step, which no boundary has counted, and no push has taken."""
+        self.tokens += tokens
+        for part in self.parts:
+            part.tokens += tokens
 
     @recorded
     def exchange_without_step(self) -> None:
@@ -496,6 +551,22 @@ class Session:
             self.pause("leaving")
 
     @recorded
+    def disown(self) -> None:
+        """The parameters are somebody else's work, such as averaged weights: none of them is pushed
+        and the steps that no push has taken are lost. Call before `leave`. They stay as they are,
+        but for the run's final model."""
+        self._disowned = True
+        tokens = max((part.tokens for part in self.parts), default=0)
+        for part in self.parts:
+            part.drop_unpushed()
+        self._note(
+            "swapped",
+            "something else than the optimizer has changed the parameters since the last step, such"
+            f" as averaged or best weights: they are not pushed, and up to {tokens:,} tokens that"
+            " no push has taken are lost. Leave the block first, then swap weights in",
+        )
+
+    @recorded
     def abandon(self) -> None:
         """Leaves at once, whatever is on its way."""
         if not self.ended:
@@ -533,41 +604,60 @@ class Session:
         """Adopts, then pushes, fragment by fragment."""
         if self.ended:
             return
-        has_ended = self.beat.phase is Phase.ENDED
         for part in self.parts:
             if self._adopts(part):
-                self.effects.append(part.adopt(self._keep(part), final=has_ended))
+                keep = self._keep(part)
+                self._note_given_up(part, keep)
+                self.effects.append(part.adopt(keep, final=self._has_ended))
             if self._pushes(part):
                 self._push_id += 1
-                self.effects.append(part.snapshot(self._push_id))
+                self.effects.append(part.snapshot(self._push_id, self._losses))
         if all(part.head - part.base <= 1 for part in self.parts):
-            self._warned_given_up = False
+            self._noted_given_up = False
+
+    @property
+    def _has_ended(self) -> bool:
+        return self.beat.phase is Phase.ENDED
 
     def _adopts(self, part: FragmentSession) -> bool:
         """Whether the parameters of a fragment move to its newest copy at this boundary."""
-        if self.beat.phase is Phase.ENDED:  # They take the final model and no version before it.
+        if self._has_ended:  # They take the final model and no version before it.
             return part.tip == part.head >= 0 and part.standing is not Standing.FINAL
-        return part.can_adopt
+        return part.can_adopt and not self._disowned
 
     def _keep(self, part: FragmentSession) -> float:
         """The share of the unpushed work that an adoption keeps."""
-        if self.beat.phase is Phase.ENDED:
+        if self._has_ended:
             return 0.0  # The final model is everybody's, bit for bit.
         if self._is_slow():
             return 1.0  # It is pushed whole at this very boundary.
-        missed = part.tip - part.base
-        if missed > 1 and part.standing is Standing.BASED:
-            if part.tokens and not self._warned_given_up:
-                self._warned_given_up = True
-                self._note(
-                    "given_up",
-                    f"{missed} versions came out without this learner: what it has learned and"
-                    f" not sent since, {part.tokens:,} tokens, is given up",
-                )
+        if part.missed_versions:
             return 0.0  # Old work on an old point.
         if self.steps <= self.ramp_steps:
             return 0.0  # Steps of an optimizer that warms up.
         return 1.0 if self.stopping else self.settings.keep
+
+    def _note_given_up(self, part: FragmentSession, keep: float) -> None:
+        """Tells of the work that an adoption gives up: once, until no fragment is far behind any
+        more. A pause of the machine that is no absence, and a step that takes long because it
+        compiles, are no trouble: they warn of nothing."""
+        is_given_up = keep == 0 and part.missed_versions and not self._has_ended
+        if not is_given_up or not part.tokens or self._noted_given_up:
+            return
+        self._noted_given_up = True
+        missed = part.tip - part.base
+        text = (
+            f"{missed} versions came out without this learner: what it has learned and not sent"
+            f" since, {part.tokens:,} tokens, is given up"
+        )
+        period_s = self.beat.period_s
+        is_absence = missed * period_s >= timing.SILENT_S
+        if not is_absence:
+            text += (
+                f". In this run a version comes out every {period_s:.2g} s, so a short pause of the"
+                " machine costs that; where it happens often, raise fragments.sync_period_steps"
+            )
+        self._note("given_up", text, warning=is_absence and part.steps > 1)
 
     def _pushes(self, part: FragmentSession, steps_ahead: int = 0) -> bool:
         """Whether the unpushed work of a fragment becomes a push at this boundary, or after so many
@@ -691,7 +781,15 @@ class Session:
         self._reported = self._news
         paused, _, finished = self._reported
         bases = tuple(part.base for part in self.parts)
-        report = msg.Report(self.steps, self.tokens, self.loss, bases, paused, finished)
+        report = msg.Report(
+            steps=self.steps,
+            tokens=self.tokens,
+            loss=self.loss,
+            bases=bases,
+            paused=paused,
+            lost_tokens=self.lost_tokens,
+            finished=finished,
+        )
         self.effects.append(report)
 
     def _announce(self, part: FragmentSession, now: float, after_s: float = 0.0) -> None:

@@ -235,6 +235,8 @@ class Report(_Control, frozen=True):
     """Version that the parameters stand on, per fragment."""
     paused: Text | None = None
     """Reason why the learner makes no steps now, so that no round waits for it."""
+    lost_tokens: Count = 0
+    """Logged tokens whose work is in no version and never will be."""
     finished: FragmentIndexes = ()
     """In phase ENDING: fragments for which this learner has nothing more to push."""
 
@@ -250,6 +252,8 @@ class Push(_Control, frozen=True):
     tokens: PushTokens
     """Tokens of this fragment that were unpushed at the snapshot."""
     steps: PushSteps
+    loss: float | None = None
+    """Mean training loss since the snapshot of this fragment before; None: none was logged."""
 
 
 class AskStatus(_Control, frozen=True):
@@ -309,10 +313,238 @@ class Refuse(_Control, frozen=True):
     difference; empty if it is larger than 2 MiB."""
 
 
-class Status(_Control, frozen=True):
-    """The run as the broker sees it: an untyped map, for people and for pages."""
+class LearnerState(StrEnum):
+    """The word for a learner in a Status. A newer broker may have others."""
 
-    status: dict[str, object]
+    JOINING = "joining"
+    """It fetches the model."""
+    TRAINING = "training"
+    PAUSED = "paused"
+    """It makes no steps, and has said so."""
+    STALLED = "no steps"
+    """It is here and makes no steps, though it should."""
+    SILENT = "silent"
+    """Its connection stands, and nothing was heard for 3 s."""
+    LOST = "lost"
+    LEFT = "left"
+    REVOKED = "key revoked"
+
+
+class LearnerStatus(Struct, array_like=True, gc=False):
+    """A learner as the broker sees it; tokens and steps are those of its newest incarnation."""
+
+    incarnation: Text = ""
+    state: Text = LearnerState.JOINING
+    """A LearnerState."""
+    reason: Text = ""
+    """Why it pauses, in its own words."""
+    since_s: Seconds = 0.0
+    """How long it has been in this state."""
+    paused_s: Seconds | None = None
+    """Since it said that it pauses; None: it does not."""
+    heard_s: Seconds = 0.0
+    """Since its last message."""
+    stepped_s: Seconds = 0.0
+    """Since it last told of a new step."""
+    merged_s: Seconds | None = None
+    """Since a push of it was merged; None: never in this life of the broker."""
+    taken_s: Seconds = 0.0
+    """Since it took a version, while there is one that it has not; 0: it has all."""
+    no_data_s: Seconds = 0.0
+    """For how long a push that it has announced has brought no data; 0: none is on its way."""
+    no_version_s: Seconds = 0.0
+    """For how long it has taken no version, though it should have; 0: it has, or nobody knows."""
+    steps: Count = 0
+    steps_per_s: Rate = 0.0
+    loss: float | None = None
+    """Newest training loss."""
+    logged_tokens: Count = 0
+    """Tokens that it has trained on."""
+    merged_tokens: Count = 0
+    """Those of them that are in the model."""
+    lost_tokens: Count = 0
+    """Those of them that never will be."""
+    contributions: Count = 0
+    versions_behind: Count = 0
+    """Versions of the fragment that it lacks most of, as of its newest Report."""
+    up_bits_per_s: Rate = 0.0
+    """Measured, payloads of its pushes."""
+    down_bits_per_s: Rate = 0.0
+    """Measured, payloads for it."""
+    up_bits_per_s_granted: Rate = 0.0
+    """That it may send; 0: no limit."""
+    up_bytes: Count = 0
+    down_bytes: Count = 0
+    hint: Text = ""
+    """Where to look, if its line seems closed one way; "": it does not."""
+
+
+class FragmentStatus(Struct, frozen=True, array_like=True):
+    """A fragment, and the round that is under way for it."""
+
+    elements: Count = 0
+    version: VersionOrNone = -1
+    version_s: Seconds = 0.0
+    """Since that version became durable, or the broker started."""
+    stage: Text = "idle"
+    """"idle", "collecting", "merging" or "committing"."""
+    stage_s: Seconds = 0.0
+    """Since it collects, or since it was due to be merged; 0: idle."""
+    pushes: Count = 0
+    """Pushes that wait, or that the round holds."""
+
+
+class RefusalStatus(Struct, frozen=True, array_like=True):
+    """Refusals of one peer with one code."""
+
+    learner: Text = ""
+    """Its name; "": a connection without one."""
+    code: Text = ""
+    text: Text = ""
+    """The newest one, in words."""
+    ago_s: Seconds = 0.0
+    """Since the newest one."""
+    times: Count = 0
+
+
+class MergeStatus(Struct, frozen=True):
+    """A merged round."""
+
+    fragment: FragmentIndex = 0
+    version: VersionNumber = 0
+    ago_s: Seconds = 0.0
+    reason: Text = ""
+    """Why it was merged then: "everybody", "window" or "last"."""
+    contributors: tuple[Text, ...] = ()
+
+
+class QuorumStatus(Struct, frozen=True):
+    """The learners that rounds need, and those that are here."""
+
+    needed: Count = 0
+    """K; 0: all that train."""
+    at_start: Count = 0
+    """Learners with which the run begins."""
+    here: Count = 0
+    """Connected and heard."""
+    ready: Count = 0
+    """Those of them that have the model."""
+    training: Count = 0
+    """Those of them that make steps: rounds wait for them."""
+    idle_s: Seconds = 0.0
+    """For how long nobody has trained."""
+    short_s: Seconds = 0.0
+    """For how long fewer than `needed` have trained."""
+
+
+class LineStatus(Struct, frozen=True):
+    """The broker's line: limits in bit/s, 0 for none; and what crosses it, headers included."""
+
+    up_limit: Rate = 0.0
+    """For each learner."""
+    down_limit: Rate = 0.0
+    total_up_limit: Rate = 0.0
+    total_down_limit: Rate = 0.0
+    up_bits_per_s: Rate = 0.0
+    """Measured, of all learners."""
+    down_bits_per_s: Rate = 0.0
+    up_bytes: Count = 0
+    """Since the broker's start."""
+    down_bytes: Count = 0
+    up_full_s: Seconds = 0.0
+    """For how long the limits have been used up."""
+    down_full_s: Seconds = 0.0
+
+
+class DiskStatus(Struct, frozen=True):
+    """The state directory."""
+
+    free_bytes: Count | None = None
+    """None: not known."""
+    journal_bytes: Count = 0
+    commit_p50_ms: float = 0.0
+    """Among the last 256 commits."""
+    commit_p99_ms: float = 0.0
+    versions_since_snapshot: Count = 0
+    """For one fragment, at most: a start merges them again."""
+    error: Text = ""
+    """Why the disk refuses what is to be written now; "": it does not."""
+    error_s: Seconds = 0.0
+    """For how long it has done so."""
+
+
+class ProcessStatus(Struct, frozen=True):
+    """The broker's process."""
+
+    rss_bytes: Count = 0
+    cpu_s: float = 0.0
+    open_files: Count = 0
+    workers: Count = 0
+    """Threads that decode, merge and write."""
+    queue: Count = 0
+    """Pieces of work that wait for one, or have one."""
+    busy_s: Seconds = 0.0
+    """For how long there has always been one."""
+
+
+class SettingsStatus(Struct, frozen=True):
+    """The settings that explain what is seen; RunSettings and `narrows broker --help` say more."""
+
+    mode: Text = ""
+    fragments: Count = 0
+    sync_period_steps: Count = 0
+    overlap_steps: Count = 0
+    keep: float = 0.0
+    push_codec: Text = ""
+    push_rho: float = 0.0
+    publish_codec: Text = ""
+    streams: Count = 0
+
+
+class Status(_Control, frozen=True, forbid_unknown_fields=False):
+    """The run as the broker sees it, for people, pages and programs. A reader skips a field that it
+    does not know, and has the default of one that an older broker does not tell."""
+
+    narrows: Text = ""
+    """Version of the broker's program."""
+    run_id: Text = ""
+    epoch: Text = ""
+    phase: Text = ""
+    stopping: Text = ""
+    """Why the process stops; "": it serves."""
+    uplink_port: Count = 0
+    downlink_port: Count = 0
+    uptime_s: Seconds = 0.0
+    run_tokens: Count = 0
+    goal_tokens: Count = 0
+    """0: none."""
+    tokens_per_s: Rate = 0.0
+    left_s: Seconds | None = None
+    """Until the goal at this speed; None: no goal, or no speed."""
+    period_s: Seconds = 0.0
+    sync_s: Seconds = 0.0
+    """Mean seconds from due to durable."""
+    merges: Count = 0
+    """Since the broker's start."""
+    contributions: Count = 0
+    waiting_for: tuple[Text, ...] = ()
+    """In words, for people."""
+    awaited: tuple[Text, ...] = ()
+    """Learners that the end of the run waits for."""
+    last_merge: MergeStatus | None = None
+    quorum: QuorumStatus = QuorumStatus()
+    settings: SettingsStatus = SettingsStatus()
+    line: LineStatus = LineStatus()
+    disk: DiskStatus = DiskStatus()
+    process: ProcessStatus = ProcessStatus()
+    refused: tuple[RefusalStatus, ...] = ()
+    """In the last ten minutes, the newest last."""
+    refusals: dict[str, Count] = {}
+    """Code -> number since the broker's start."""
+    fragments: tuple[FragmentStatus, ...] = ()
+    """By index."""
+    learners: dict[str, LearnerStatus] = {}
+    """By name: all that this life of the broker has met."""
 
 
 # Both ways.

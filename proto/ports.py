@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from narrows.proto.codec import F32, PushChunk
+from narrows.proto.codec import F32, PushChunk, Spread
 from narrows.proto.layout import Fragment
-from narrows.proto.messages import CodecName, Layout, RunSettings
+from narrows.proto.messages import CodecName, DiskStatus, Layout, RunSettings
 
 Done: TypeAlias = Callable[[Any, float], None]
 """Called on the loop with the result of the work, or the exception that ended it, and the time."""
@@ -41,6 +41,15 @@ class Pool(Protocol):
 
     def run(self, work: Callable[[], Any], done: Done) -> None:
         """Runs `work` on a worker, then `done(result or exception, now)` on the loop."""
+
+
+class CodingPool(Pool, Protocol):
+    """Workers that share one work."""
+
+    def spread(self, call: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        """Within a work: `call` of each item, by its worker and by all that are idle. The results
+        are in the order of items, and the first item whose call raises ends all."""
+        ...
 
 
 # The learner's parameters.
@@ -80,10 +89,20 @@ class Adoption(NamedTuple):
     merged: bool
 
 
+class Prepared(NamedTuple):
+    """An adoption that is computed but for the parameters: params = out + keep * params."""
+
+    out: Any
+    """float32 (n,), in the form that the island computes with, and not written to. With keep 0 and
+    no push to subtract it is the new copy's `rounded` itself."""
+    keep: float
+
+
 class Island(Protocol):
     """The parameters of a learner, whatever holds them.
 
-    `copy` is called on a worker, everything else on the training thread between two steps.
+    `copy` and `prepare` may be called on any thread, everything else is called on the training
+    thread between two steps.
     """
 
     def copy(self, fragment: Fragment, values: F32) -> Copy:
@@ -96,14 +115,19 @@ class Island(Protocol):
 
     def snapshot(
         self, fragment: Fragment, published: Copy, base: int, settings: RunSettings
-    ) -> Callable[[], CodedPush]:
+    ) -> Callable[[Spread], CodedPush]:
         """Copies the parameters of a fragment now. A worker then calls the result, which codes
-        `published - parameters`, and raises LocalProtocolError NOT_FINITE."""
+        `published - parameters`, and raises LocalProtocolError NOT_FINITE. It may share its chunks
+        with other workers."""
         ...
 
-    def adopt(self, fragment: Fragment, rule: Adoption) -> None:
-        """Moves the parameters in place by the rule of an adoption. With keep 0 and no push they
-        become equal to the new copy, whatever they were."""
+    def prepare(self, fragment: Fragment, rule: Adoption) -> Prepared:
+        """Computes all of an adoption that needs no parameters, and touches none."""
+        ...
+
+    def adopt(self, fragment: Fragment, prepared: Prepared) -> None:
+        """Moves the parameters in place, in one pass. With keep 0 they become equal to `out`, bit
+        for bit, whatever they were."""
 
 
 # The broker's disk.
@@ -132,6 +156,10 @@ class Store(Protocol[Version, State]):
 
     def end(self) -> None:
         """Makes durable that the run has ended."""
+
+    def figures(self) -> DiskStatus:
+        """The disk as the last write has found it."""
+        ...
 
     def check_folder(self) -> None:
         """Raises StateError if the state directory is gone."""

@@ -177,6 +177,8 @@ class Dial:
         self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(_EVENTS)
         self.connected = False
         """The handshake has succeeded, and the connection has not ended since."""
+        self.descriptor = -1
+        """The file descriptor of the newest connection, which libzmq owns."""
         self.is_silent = False
         """The port takes connections and says nothing, as that of a frozen broker does."""
         self._greets_at = self._broken_at = self._dead_at = math.inf
@@ -202,6 +204,7 @@ class Dial:
         match event:
             case zmq.EVENT_CONNECTED:
                 self._greets_at = now
+                self.descriptor = value
             case zmq.EVENT_CLOSED:  # Nobody listens.
                 self._broken_at = math.inf
                 self._trouble = self._seen = None

@@ -140,3 +140,8 @@ class Amount(Quantity):
         maximum=float(1 << 62),
         whole=True,
     )
+
+
+def counted(count: int, thing: str) -> str:
+    """A number of things in words: "no keys", "1 key", "2 keys"."""
+    return f"{count or 'no'} {thing}{'' if count == 1 else 's'}"

@@ -6,7 +6,7 @@ message is three: topic, header, payload.
 
 from __future__ import annotations
 
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 import xxhash
@@ -95,6 +95,17 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], body: bytes, bytes_max: int, wh
     # UnicodeDecodeError: a text that is not UTF-8. RecursionError: arrays within an untyped map.
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise fault(what, expected="as in PROTOCOL.md", got=error) from None
+
+
+def plain(value: object) -> Any:
+    """A message as maps with the names of all fields, for JSON."""
+    if isinstance(value, msgspec.Struct):
+        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value
 
 
 def digest(data: bytes | memoryview) -> int:

@@ -1,4 +1,4 @@
-"""Twelve things that must hold in every run; each is proven by a planted bug (planted.py).
+"""Thirteen things that must hold in every run; each is proven by a planted bug (planted.py).
 
 equal bytes     whoever holds a version holds the same bits, in every life of the broker
 durable         nothing leaves the broker before its row is committed
@@ -6,6 +6,7 @@ replay          a start has what the last life had, bit for bit, or one durable 
 merged once     a learner believes of its push what the rows say, and no push counts twice
 clock           the run's clock is the sum of the tokens in the rows
 whole           whatever comes out of a call, parameters stand on the version that is pushed from
+prepared        what moves parameters was computed for the rule of this very boundary
 foretold        no boundary exchanges or waits unless `due` has said so after the event before it
 share           every learner's tokens are merged, whatever its speed
 rate            no second carries more than 1.02 of the budget
@@ -23,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+
 from narrows.bench.sim.world import Line, World
 from narrows.broker.config import BrokerConfig
 from narrows.broker.process.host import Host
@@ -34,6 +37,7 @@ from narrows.learner.session import Session
 from narrows.proto.codec import F32, digest_of
 from narrows.proto.flow.budget import wire_bytes
 from narrows.proto.messages import DataKind, Header
+from narrows.proto.ports import Prepared
 from narrows.proto.wire import decode_header
 
 SHARE_MIN: Final = 0.9
@@ -53,6 +57,8 @@ class Learner:
     """Processes so far."""
     left: bool = False
     """Its training loop is over."""
+    adopting: do.Adopt = field(init=False)
+    """The adoption that its training thread is in, or was in last."""
     foretold: bool = False
     """The session's `due`, as it was after the newest event."""
     versions: dict[int, int] = field(default_factory=dict[int, int])
@@ -131,6 +137,7 @@ class Checkers:
 
     def adopting(self, learner: Learner, effect: do.Adopt) -> None:
         """A learner is about to adopt: it must know what became of its push."""
+        learner.adopting = effect
         if self._host is None or not effect.push_id:
             return
         merged = self._rows(
@@ -140,6 +147,11 @@ class Checkers:
         )  # fmt: skip
         if not self._history and bool(merged) != effect.merged:
             raise Wrong(f"merged once: {learner.name} {effect}; in the rows: {bool(merged)}")
+
+    def prepared(self, learner: Learner, given: Prepared, due: Prepared) -> None:
+        """A learner's parameters are about to move by the one, and should by the other."""
+        if given.keep != due.keep or not np.array_equal(given.out, due.out):
+            raise Wrong(f"prepared: {learner.name} {learner.adopting} moves by another rule")
 
     def came_back(self, learner: Learner) -> None:
         """A training thread is in its loop again, with or without an exception."""

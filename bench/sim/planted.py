@@ -1,4 +1,4 @@
-"""Thirteen bugs. A checker that finds none of those that are planted for it checks nothing."""
+"""Fourteen bugs. A checker that finds none of those that are planted for it checks nothing."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from narrows.broker.process.host import Host
 from narrows.broker.store import Store
 from narrows.broker.syncer.events import Commit
 from narrows.broker.syncer.state import Stage
+from narrows.learner.effects import Move
 from narrows.learner.host import LearnerHost
 from narrows.learner.session import Session
 from narrows.proto.errors import NarrowsError
@@ -138,6 +139,22 @@ def overlooks_adoptions(host: Any) -> None:
     session.due = lambda now: due(now) and not any(part.can_adopt for part in session.parts)
 
 
+def adopts_what_is_prepared(host: Any) -> None:
+    """An adoption that a worker has prepared is taken, although its terms have changed."""
+    tasks = host.tasks
+
+    def stale() -> list[Any]:
+        prepared = {index: ahead.prepared for index, ahead in host.ahead.items()}
+        return [
+            task._replace(prepared=prepared.get(task.fragment.index))
+            if isinstance(task, Move)
+            else task
+            for task in tasks()
+        ]
+
+    host.tasks = stale
+
+
 def ignores_an_interruption(host: Any) -> None:
     """An exchange that an exception broke off is taken for done."""
     host.session.broken_off = lambda reason, *, decided: None
@@ -166,6 +183,7 @@ PLANTED: Final = (
     Planted("merged once", Host, says_nobody),
     Planted("clock", Host, counts_twice),
     Planted("whole", LearnerHost, ignores_an_interruption),
+    Planted("prepared", LearnerHost, adopts_what_is_prepared, first_seed=16),
     Planted("foretold", LearnerHost, overlooks_adoptions),
     Planted("share", Host, drops_late),
     Planted("rate", Host, sends_too_fast),

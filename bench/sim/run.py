@@ -36,10 +36,10 @@ from narrows.learner.boundary import Boundary
 from narrows.learner.host import LearnerHost
 from narrows.learner.island import HostIsland, ParameterSource
 from narrows.learner.session import Session
-from narrows.proto.codec import F32, round_to_dtype
+from narrows.proto.codec import CODECS, F32, round_to_dtype
 from narrows.proto.layout import Fragment, Piece
 from narrows.proto.messages import DtypeName, Layout, LayoutEntry
-from narrows.proto.ports import Adoption, Copy
+from narrows.proto.ports import Adoption, Copy, Prepared
 from narrows.proto.wire import asked_topic, live_topic
 
 ENTRIES: Final = (
@@ -103,6 +103,8 @@ class Plan:
     short_of_memory = 0.0
     """Share of the published copies that a learner cannot make at the first try."""
     wild = False
+    island: int | None = None
+    """This learner is an island of ranks: it keeps to the order of calls of one."""
 
     def befalls(self, at: float, index: int, fault: Callable[..., None], *given: object) -> None:
         """A learner meets with a fault, a method of Site, at this time."""
@@ -117,7 +119,7 @@ class Draw(Plan):
         rng = Random(seed)
         learners = rng.choice([2, 2, 3, 3, 4])
         steps_s = [0.03 * 10 ** rng.uniform(0, 1.6) for _ in range(learners)]
-        codec = rng.choice(["int4-zstd", "int4-zstd", "int8-zstd", "f32-blosc2"])
+        codec = rng.choice([next(iter(CODECS)), *CODECS])  # The default one twice as often.
         settings: dict[str, object] = {
             "fragments.count": rng.randint(1, 4),
             "fragments.sync_period_steps": rng.choice([6, 10, 20]),
@@ -137,6 +139,7 @@ class Draw(Plan):
         if rng.random() < 0.5:
             settings["run.goal_tokens"] = int(40 * TOKENS * sum(1 / s for s in steps_s))
         super().__init__(seed, settings, steps_s, Walk)
+        self.island = seed % learners
         self.weather = Weather(
             loss=rng.choice([0.0, 0.0, 0.02, 0.15]),
             twice=rng.choice([0.0, 0.05]),
@@ -254,6 +257,8 @@ class Watched(HostIsland):
     def __init__(self, source: ParameterSource, site: Site) -> None:
         super().__init__(source)
         self._site = site
+        self._bases: dict[int, Copy] = {}
+        """By fragment, the copy that was adopted last."""
 
     def copy(self, fragment: Fragment, values: F32) -> Copy:
         run = self._site.run
@@ -261,16 +266,22 @@ class Watched(HostIsland):
             raise MemoryError("no room for a copy")
         return super().copy(fragment, values)
 
-    def adopt(self, fragment: Fragment, rule: Adoption) -> None:
+    def adopt(self, fragment: Fragment, prepared: Prepared) -> None:
         site = self._site
-        # With keep 0 and no push the parameters become the copy, whatever they were.
-        builds_on = rule.keep > 0 or rule.push is not None
-        if builds_on and fragment.index not in site.versions:
+        # With keep 0 the parameters are overwritten, whatever they were.
+        if prepared.keep > 0 and fragment.index not in site.versions:
             raise Wrong(f"whole: {site.name} adopts {fragment.index}, which stands on nothing")
+        effect = site.adopting
+        new = site.host.tips[fragment.index]
+        old = self._bases.get(fragment.index, new)
+        push = site.host.pushes[fragment.index, effect.push_id] if effect.push_id else None
+        due = super().prepare(fragment, Adoption(old, new, push, effect.keep, effect.merged))
+        site.run.checkers.prepared(site, prepared, due)
         # An exception comes before a fragment is written, or else it counts as half written.
         site.reach()
         site.versions.pop(fragment.index, None)
-        super().adopt(fragment, rule)
+        super().adopt(fragment, prepared)
+        self._bases[fragment.index] = new
         site.reach()
         site.versions[fragment.index] = site.host.session.parts[fragment.index].base
 
@@ -287,6 +298,11 @@ class Site(Learner):
         self.pool: VirtualPool
         self._places_left = 0
         """An exception comes at the last of so many places of a call; 0: at none."""
+        self._is_island = index == run.plan.island
+        self._meets = True
+        """The ranks meet at the coming boundary, which may exchange something or wait."""
+        self._late_tokens = 0
+        """Tokens of the last step that its boundary has not counted."""
 
     def boot(self) -> None:
         """A new process with the old name; what the old one had not pushed is gone with it."""
@@ -295,6 +311,8 @@ class Site(Learner):
             self.pool.alive = False
         self.lives += 1
         self.left = False
+        self._meets = True
+        self._late_tokens = 0
         self.line.break_off()
         self.trainee = self.run.plan.begin(self)
         self.pool = VirtualPool(world, lambda _: self._turn(), self.boot, reach=self.reach)
@@ -400,15 +418,18 @@ class Site(Learner):
         if not self.line.frozen:
             if session.refused:
                 raise Wrong(f"{self.name} is refused: {session.refused}")
-            if not session.joined or session.must_wait(world.now):
+            waits = session.must_wait(world.now) and self._meets
+            if not session.joined or waits:
                 self._call(session.exchange_without_step)
             elif session.stopping:
+                if self._late_tokens:
+                    session.count(self._late_tokens)
+                    self._late_tokens = 0
                 self._call(lambda: session.leave(world.now))
                 self._call(session.exchange_without_step)
             elif world.now < self.run.plan.ends:
-                tokens = self.trainee.step(session, world.now)
                 before = standings(session)
-                if self._call(lambda: session.boundary(tokens, 1.0, world.now)):
+                if self._step(session):
                     self.run.checkers.stepped(self, before)
                 delay_s = self.trainee.step_s(world.now)
             else:
@@ -416,7 +437,29 @@ class Site(Learner):
             self._after_event()
         world.after(delay_s, self._in_this_life(self._train))
 
-    def _call(self, decide: Callable[[], None]) -> bool:
+    def _step(self, session: Session) -> bool:
+        """Makes a step and its boundary. False: an exception came.
+
+        An island's ranks have agreed at the boundary before whether they meet at this one. If not,
+        the tokens of this step count at the next.
+        """
+        now = self.world.now
+        tokens = self.trainee.step(session, now)
+        meets = self._meets
+        if not self._is_island:
+            return self._call(lambda: session.boundary(tokens, 1.0, now))
+        counted = self._late_tokens
+        self._late_tokens = tokens
+        if meets:
+            counted += tokens
+            self._late_tokens = 0
+        is_whole = self._call(
+            lambda: session.boundary(counted, 1.0, now, exchanges=meets), exchanges=meets
+        )
+        self._meets = session.due(now)
+        return is_whole
+
+    def _call(self, decide: Callable[[], None], *, exchanges: bool = True) -> bool:
         """A boundary of the training thread, whose loop survives an exception and goes on. False:
         one came."""
         run = self.run
@@ -424,7 +467,7 @@ class Site(Learner):
             self._places_left = run.world.rng.randint(1, 8)
         is_whole = True
         try:
-            self.boundary.perform(decide, run.world.now)
+            self.boundary.perform(decide, run.world.now, exchanges=exchanges)
         except (Interrupted, MemoryError):
             is_whole = False
         self._places_left = 0

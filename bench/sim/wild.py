@@ -9,6 +9,7 @@ from narrows.bench.sim.world import World
 from narrows.broker.process.host import Host
 from narrows.proto import messages as msg
 from narrows.proto import wire
+from narrows.proto.codec import CODECS
 from narrows.proto.layout import fingerprint
 
 Enter: TypeAlias = Callable[..., None]
@@ -104,7 +105,7 @@ class WildPeer:
             self._int(self._heads[0]),
             self._push_id,
             self._int(0),
-            self._rng.choice(["int4-zstd", "int8-zstd", "f32-blosc2"]),
+            self._rng.choice(list(CODECS)),
             wire.digest(payload) if self._rng.random() < 0.8 else 0,
             0,
         )

@@ -5,9 +5,11 @@ They only read, also while the broker runs.
 
 from __future__ import annotations
 
+import csv as csv_module
 import json as json_module
+import sys
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -17,10 +19,11 @@ import msgspec
 from cyclopts import Parameter
 
 from narrows.broker.records import FragmentState
-from narrows.broker.store import History, export_model
+from narrows.broker.store import CurvePoint, History, export_model
 from narrows.proto.config import check_output
 from narrows.proto.errors import ConfigError, ErrorCode, StateError, printable
 from narrows.proto.messages import Layout
+from narrows.proto.units import counted
 
 Directory: TypeAlias = Annotated[Path, Parameter(help="State directory of a broker.")]
 
@@ -51,6 +54,7 @@ def show(directory: Directory, *, last: int = 0, json: bool = False) -> None:
             "at_unix": row.at_unix, "reason": made.reason, "contributors": names,
             "tokens": sum(push.tokens for push in made.contributions),
             "published": f"{row.digests.published:016x}",
+            "losses": {push.learner: push.loss for push in made.contributions},
         }  # fmt: skip
         if json:
             print(json_module.dumps(facts))
@@ -61,6 +65,24 @@ def show(directory: Directory, *, last: int = 0, json: bool = False) -> None:
                 f" tokens {facts['tokens']:,} of {printable(', '.join(names))}"
                 f" published {facts['published']}"
             )
+
+
+@journal.command
+def curve(directory: Directory, *, csv: Path | None = None) -> None:
+    """Write the training curve of every learner since version 0: a row for each merged push.
+
+    Args:
+        csv: File to write it into, as CSV (default: standard output).
+    """
+    if csv is not None:
+        check_output(csv, "--csv")
+    with ExitStack() as stack:
+        history = stack.enter_context(closing(History(directory)))
+        to = stack.enter_context(csv.open("w", newline="")) if csv is not None else sys.stdout
+        writer = csv_module.writer(to)
+        writer.writerow(CurvePoint._fields)
+        for point in history.curve():
+            writer.writerow(point)
 
 
 @journal.command
@@ -75,7 +97,7 @@ def audit(directory: Directory) -> None:
         print("what lies after the first damage of a fragment was not looked at")
         raise StateError(
             ErrorCode.STATE_DAMAGED,
-            f"{len(found.problems)} problems stand above",
+            f"{counted(len(found.problems), 'problem')} above",
             remedy="put a backup back, or `narrows journal rollback`",
         )
 

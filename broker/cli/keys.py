@@ -29,6 +29,7 @@ from narrows.proto.keys import (
     read_site_key,
     write_site_key,
 )
+from narrows.proto.units import counted
 
 keys = cyclopts.App(name="keys", help="Make, show, admit and revoke keys.")
 
@@ -116,7 +117,7 @@ def allow(*line: Key, keys: Folder = FOLDER) -> None:
     """
     name, key = read_public_line(" ".join(line))
     count = len(AllowList.allow(_checked(keys), name, key).sites[name])
-    print(f"{name} is admitted with {_keys(count)}")
+    print(f"{name} is admitted with {counted(count, 'key')}")
 
 
 @keys.command
@@ -128,7 +129,7 @@ def revoke(name: str, key: Key = "", *, keys: Folder = FOLDER) -> None:
         key: The one key to take away; without it all.
     """
     left = AllowList.revoke(_checked(keys), name, key).sites.get(name, ())
-    print(f"{name} has {_keys(len(left))} left")
+    print(f"{name} has {counted(len(left), 'key')} left")
 
 
 @keys.command(name="list")
@@ -149,11 +150,6 @@ def list_(
             print(public_line(name, public))
     if not sites:
         print("nobody is admitted: `narrows keys allow` admits a site")
-
-
-def _keys(count: int) -> str:
-    """A number of keys, in words."""
-    return {0: "no keys", 1: "1 key"}.get(count, f"{count} keys")
 
 
 def _checked(folder: Path) -> Path:

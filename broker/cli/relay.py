@@ -111,7 +111,7 @@ def relay(
     own = listening_address(listen, has_keys=has_keys, insecure=insecure, flag="--key")
     # Asking fails at once, with its reason, where this key is not admitted or nobody is there.
     told = ask_status(control, site_key, timeout_s=5.0)
-    downlink = Address(parse_address(control).host, told["downlink_port"])
+    downlink = Address(parse_address(control).host, told.downlink_port)
     context: zmq.Context[Socket] = zmq.Context()
     pair = None
     authenticator = None
@@ -123,7 +123,7 @@ def relay(
     site = make_socket(context, Kind.RELAY_SITE, pair=pair, ipv6=own.listens_on_ipv6)
     try:
         port = bind(site, own)
-        ups = [_Upstream(context, downlink, site_key, file) for _ in range(told["streams"])]
+        ups = [_Upstream(context, downlink, site_key, file) for _ in range(told.settings.streams)]
         _log.info("passing publications of %s on to %s", downlink, Address(own.host, port))
         while True:
             _pass_on(site, ups)

@@ -19,6 +19,7 @@ from typing import Final
 
 import zmq
 
+from narrows.broker.syncer.status import REFUSED_S
 from narrows.proto.config import Address, parse_address
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError, printable
 from narrows.proto.flow import Quota
@@ -32,6 +33,7 @@ from narrows.proto.timing import (
     REFUSALS_MAX,
     REFUSALS_S,
 )
+from narrows.proto.units import counted
 from narrows.proto.wire import name_of, speaks_for
 
 ADMITTED_S: Final = 2.0
@@ -121,8 +123,11 @@ class Door:
         """Quotas for handshakes by key."""
         self._learners = Counter[str]()
         """Learners of a key's site that were here when its quota was last used up."""
-        self._told: set[str] = set()
-        """Keys that are not admitted and stand in the log already; emptied every REFUSALS_S."""
+        self._told: dict[str, float] = {}
+        """Keys that are not admitted and stand in the log already, each with the time of that;
+        emptied every REFUSALS_S."""
+        self._unknown: dict[str, float] = {}
+        """The newest of them, for a Status."""
         self._told_at = now
 
     def admits(self, key: str) -> bool:
@@ -147,13 +152,25 @@ class Door:
         # A stranger makes as many keys as he likes: neither memory nor log may grow with them.
         if key in self._told or len(self._told) >= TOLD_MAX:
             return
-        self._told.add(key)
+        self._told[key] = time.monotonic()
+        newest = list((self._unknown | self._told).items())[-TOLD_MAX:]
+        self._unknown = dict(newest)  # As a whole: the loop reads it.
         _log.warning(
             "a key that is not on the allow list was refused. If you know whose it is: "
             "narrows keys allow 'narrows-key NAME %s' --keys %s",
             key,
             self._folder,
         )
+
+    def unknown(self, now: float) -> dict[str, float]:
+        """Keys (Z85) that were refused in the last REFUSED_S and are not admitted, each with the
+        time of that."""
+        allowed = self._allowed.keys
+        return {
+            key: at
+            for key, at in self._unknown.items()
+            if key not in allowed and now < at + REFUSED_S
+        }
 
     def hears(
         self, key: str, learners: Callable[[], Collection[str]], now: float, *, is_learner: bool
@@ -220,7 +237,7 @@ class Door:
         leaves the old one in force. Returns keys whose connections must end, and sites that have
         none left."""
         if now >= self._told_at + REFUSALS_S:
-            self._told = set()
+            self._told = {}
             self._told_at = now
         self._out = {key: until for key, until in self._out.items() if now < until}
         before = self._allowed
@@ -245,7 +262,8 @@ class Door:
         now_allowed = self._allowed.keys
         gone = {key: site for key, site in before.keys.items() if now_allowed.get(key) != site}
         cut_off = f"; cut off: {', '.join(sorted(gone.values()))}" if gone else ""
-        _log.info("the allow list was read again: %d keys%s", len(now_allowed), cut_off)
+        keys = counted(len(now_allowed), "key")
+        _log.info("the allow list was read again: %s%s", keys, cut_off)
         sites_without_key = set(gone.values()) - set(now_allowed.values())
         return set(gone), sorted(sites_without_key)
 

@@ -6,13 +6,15 @@ of peers enter here, and whatever is wrong with them becomes a refusal: nothing 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
+
+from msgspec import structs
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import Alarm
 from narrows.broker.process.downlink import Downlink
+from narrows.broker.process.gauges import Meter, Refusals
 from narrows.broker.process.pipeline import Pipeline, replay
 from narrows.broker.store import Store
 from narrows.broker.syncer import Syncer
@@ -39,12 +41,14 @@ class Host:
         reach: Callable[[str], None] = lambda place: None,
         on_note: Callable[[ev.Note], None] = lambda note: None,
         on_fault: Callable[[str, float], None] = lambda peer, now: None,
+        measure: Callable[[msg.Status, float], msg.Status] = lambda status, now: status,
     ) -> None:
         """Begins a life, durable before it returns, and replays what the last one left.
 
         `nonce` is eight random hex digits. `now` tells the monotonic time, `now_unix` seconds since
         1970. `reach` is called with each of pipeline.CRASH_PLACES, `on_fault` with the connection
-        of each refusal that counts against a key, "" for the message in hand. Raises StateError.
+        of each refusal that counts against a key, "" for the message in hand. `measure` adds to a
+        Status what the process tells of itself. Raises StateError.
         """
         self._wires = wires
         self._pool = pool
@@ -71,8 +75,13 @@ class Host:
         self.downlink = Downlink(config, epoch, wires, self, self.pipeline)
         self.finished: ev.Finish | None = None
         """Set when the process should end."""
-        self._up_bytes: Counter[str] = Counter()
-        """Payloads of this life, by learner."""
+        self._measure = measure
+        self._refusals = Refusals()
+        self._meter = Meter(config, self.downlink, now())
+        self._working = 0
+        """Pieces of work that the pool has not given back."""
+        self._idle_at = now()
+        """When it had given all of them back last."""
 
     # -- what comes in
 
@@ -102,7 +111,7 @@ class Host:
             self._on_fault("", now)
             text = f"data from {site or 'the uplink'} refused: {printable(str(error))}"
             fields: dict[str, object] = {"code": error.code.value, "learner": site or ""}
-            self._on_note(ev.Note("refused", text, fields, warning=True))
+            self._note(ev.Note("refused", text, fields, warning=True), now)
         self._came(frames, now)
 
     def is_learner(self, peer: str) -> bool:
@@ -132,7 +141,7 @@ class Host:
             if self.syncer.wants_layout(header.incarnation):
                 self.syncer.layout(header.incarnation, wire.unpack_layout(payload), now)
         elif self.syncer.take_chunk(header, now):
-            self._up_bytes[wire.name_of(header.incarnation)] += len(payload)
+            self._meter.up_bytes[wire.name_of(header.incarnation)] += len(payload)
             self.pipeline.keep(header, payload)
 
     def _came(self, frames: list[bytes], now: float) -> None:
@@ -145,6 +154,7 @@ class Host:
     def turn(self, now: float) -> None:
         """Does what is due; called at `deadline`, and whenever the socket may have room again."""
         self.pipeline.turn(now)
+        self._meter.turn(len(self.syncer.state.members.by_peer), now)
         self.syncer.advance(now)
         self._perform(now)
         members = self.syncer.state.members.connected()
@@ -165,27 +175,30 @@ class Host:
         """The pool, as pipeline and downlink see it: what `done` decides is performed."""
 
         def finish(result: Any, now: float) -> None:
+            self._working -= 1
+            if not self._working:
+                self._idle_at = now
             done(result, now)
             self._perform(now)
 
+        self._working += 1
         self._pool.run(work, finish)
 
-    def status(self, now: float) -> dict[str, object]:
-        """The run as people see it: what the syncer knows, and the bytes: in all as they are on
-        the line, by learner those of its data."""
-        return self._with_bytes(self.syncer.status(now))
-
-    def _with_bytes(self, status: dict[str, object]) -> dict[str, object]:
-        """The syncer's status, to which this adds the bytes in place."""
-        down = self.downlink
-        learners = status["learners"]
-        assert isinstance(learners, dict)
-        for name, learner in learners.items():
-            learner["up_bytes"] = self._up_bytes[name]
-            learner["down_bytes"] = down.asked_bytes[name] + down.live_bytes
-        status["up_bytes"] = down.sender.received_bytes
-        status["down_bytes"] = down.sender.sent_bytes
-        return status
+    def status(self, now: float) -> msg.Status:
+        """The run as people see it: what the syncer knows, and what passes through here."""
+        told = self.syncer.status(now)
+        self._meter.describe(told.learners, now)
+        status = structs.replace(
+            told,
+            line=self._meter.line(told.line, now),
+            disk=self.pipeline.disk(now),
+            process=msg.ProcessStatus(
+                queue=self._working, busy_s=now - self._idle_at if self._working else 0.0
+            ),
+            refused=(*told.refused, *self._refusals.newest(now)),
+            refusals=dict(self._refusals.by_code),
+        )
+        return self._measure(status, now)
 
     # -- effects
 
@@ -199,6 +212,8 @@ class Host:
         match effect:
             case ev.Send(peer, message):
                 self._send(peer, message, now)
+            case ev.AnswerStatus(peer):
+                self._send(peer, self.status(now), now)
             case ev.Seed():
                 self.pipeline.seed(effect)
             case ev.MergeRound():
@@ -217,13 +232,18 @@ class Host:
             case ev.Finish():
                 self.finished = effect
             case ev.Note():
-                self._on_note(effect)
+                self._note(effect, now)
+
+    def _note(self, note: ev.Note, now: float) -> None:
+        if note.event == "refused":
+            self._refusals.count(
+                str(note.fields["learner"]), str(note.fields["code"]), note.text, now
+            )
+        self._on_note(note)
 
     def _send(self, peer: str, message: msg.ControlMessage, now: float) -> None:
         if isinstance(message, msg.Refuse) and message.code not in RETRIED:
             self._on_fault(peer, now)
-        if isinstance(message, msg.Status):
-            self._with_bytes(message.status)
         frames = wire.encode_control(message)
         # What no socket takes costs the line nothing: publications must not wait for it.
         if self._wires.control(peer, frames):

@@ -14,10 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from operator import sub
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from msgspec import structs
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import Alarm, Model, merge
@@ -28,7 +30,14 @@ from narrows.broker.syncer import events as ev
 from narrows.proto.codec import DecodedChunk, decode_chunk, values_of
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError, RemoteProtocolError, fault
 from narrows.proto.layout import Fragment, build_table
-from narrows.proto.messages import LOSSLESS, DataKind, Header, Layout
+from narrows.proto.messages import (
+    LOSSLESS,
+    TEXT_CHARACTERS_MAX,
+    DataKind,
+    DiskStatus,
+    Header,
+    Layout,
+)
 from narrows.proto.ports import Done, Pool, Store
 from narrows.proto.timing import DISK_AGAIN_S
 
@@ -127,6 +136,10 @@ class Pipeline:
         """Merged and not durable, by fragment."""
         self._again: list[tuple[float, Callable[[], None]]] = []
         """When a write that the disk refused is tried again, and the write."""
+        self._disk_error = ""
+        """Why the disk has refused the newest write; "": it has not."""
+        self._refused_at = 0.0
+        """When it began to."""
         self._snapshot_at = -math.inf
         """When the next snapshot may begin; inf while a worker writes one."""
 
@@ -333,7 +346,26 @@ class Pipeline:
         """The newest durable state of a fragment, and the newest push of each incarnation in it."""
         return self.loaded.states[fragment], dict(self._syncer.state.rounds[fragment].merged)
 
+    def disk(self, now: float) -> DiskStatus:
+        """The state directory, for a Status."""
+        heads = self.model.heads if self.model is not None else ()
+        return structs.replace(
+            self._store.figures(),
+            versions_since_snapshot=max(map(sub, heads, self._snapshots), default=0),
+            error=self._disk_error[:TEXT_CHARACTERS_MAX],
+            error_s=now - self._refused_at if self._disk_error else 0.0,
+        )
+
     # -- details
+
+    def _refused(self, error: OSError | None, now: float) -> None:
+        """Remembers that the disk has refused a write, or with None that it has taken one."""
+        if not error:
+            self._disk_error = ""
+        elif not self._disk_error:
+            self._refused_at = now
+        if error:
+            self._disk_error = str(error) or type(error).__name__
 
     def _note_merge(self, version: Version, now: float) -> None:
         """Writes the round to the events file, and warns of a push that is far too long."""
@@ -369,6 +401,7 @@ class Pipeline:
 
         def done(result: Any, now: float) -> None:
             self._snapshot_at = now
+            self._refused(result if isinstance(result, OSError) else None, now)
             if isinstance(result, OSError):
                 # Not at the next version: each try writes a whole state onto a full disk.
                 self._snapshot_at = now + SNAPSHOT_AGAIN_S
@@ -386,6 +419,7 @@ class Pipeline:
         """Has a worker write, again and again while the disk refuses; then calls `done`."""
 
         def finish(result: Any, now: float) -> None:
+            self._refused(result if isinstance(result, OSError) else None, now)
             if isinstance(result, OSError):
                 self._again.append((now + DISK_AGAIN_S, lambda: self._pool.run(work, finish)))
                 failed(result, now)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 import zmq
+from msgspec import structs
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import warm_up
@@ -27,6 +28,9 @@ from narrows.broker.store import DiskFull, Store
 from narrows.broker.syncer.events import Finish, Note
 from narrows.proto.errors import ErrorCode, StateError, printable
 from narrows.proto.events import EventFile, write_inputs
+from narrows.proto.messages import RefusalStatus, Status
+from narrows.proto.units import counted
+from narrows.proto.wire import plain
 from narrows.proto.workers import Workers
 
 WORKERS: Final = 2
@@ -45,6 +49,11 @@ KINDS_MAX: Final = 1000
 FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a disk, a quota or a limit that has no room left."""
 
+LOOK_S: Final = 10.0
+"""Seconds between two looks at the open files, which may be thousands."""
+
+UNKNOWN_KEY: Final = "this key is not on the allow list: `narrows keys allow` admits it"
+
 log: Final = logging.getLogger("narrows.broker")
 
 
@@ -54,6 +63,8 @@ class Service:
     def __init__(self, config: BrokerConfig, *, events: Path | None) -> None:
         """Binds, opens the state directory, replays. Raises NarrowsError, each with its remedy."""
         self._stop_reason = ""
+        self._looked_at = -math.inf
+        self._open_files = 0
         self._state_dir = Path(config.broker.state_dir)
         self._manager = ServiceManager()
         self.is_saved = False
@@ -86,6 +97,7 @@ class Service:
                     reach=reach,
                     on_note=self._note,
                     on_fault=self.sockets.fault,
+                    measure=self._measure,
                 )
             except OSError as error:
                 if not isinstance(error, DiskFull) and error.errno not in FULL:
@@ -120,7 +132,7 @@ class Service:
             self._workers.finish(time.monotonic())
             status = self.host.status(time.monotonic())
             self.is_saved = self.host.pipeline.close()
-            self._events.write({"event": "final", "status": status})
+            self._events.write({"event": "final", "status": plain(status)})
             return self.host.finished
 
     def stop(self, reason: str) -> None:
@@ -131,6 +143,27 @@ class Service:
     def write_inputs(self) -> None:
         """Writes the syncer's last inputs; safe from signal handlers."""
         write_inputs(self.host.syncer.recorder, self._state_dir, "inputs-syncer.jsonl")
+
+    def _measure(self, status: Status, now: float) -> Status:
+        """Adds to a Status what the process knows of itself, and the keys that were refused."""
+        if now >= self._looked_at + LOOK_S:
+            self._looked_at = now
+            self._open_files = len(os.listdir("/proc/self/fd"))
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        process = structs.replace(
+            status.process,
+            rss_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
+            cpu_s=time.process_time(),
+            open_files=self._open_files,
+            workers=WORKERS,
+        )
+        door = self.sockets.door
+        strangers = door.unknown(now) if door is not None else {}
+        keys = [
+            RefusalStatus(key, ErrorCode.KEY_REFUSED, UNKNOWN_KEY, now - at, 1)
+            for key, at in strangers.items()
+        ]
+        return structs.replace(status, process=process, refused=(*status.refused, *keys))
 
     def _turn(self) -> None:
         now = time.monotonic()
@@ -184,7 +217,8 @@ class LimitRepeats(logging.Filter):
         now = self._clock()
         if now >= self._since_s + REPEATS_S:
             if self._hidden:
-                record.msg = f"{record.getMessage()} ({self._hidden} lines were hidden)"
+                hidden = counted(self._hidden, "line")
+                record.msg = f"{record.getMessage()} (left out: {hidden})"
                 record.args = ()
             self._since_s = now
             self._hidden = 0

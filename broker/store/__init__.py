@@ -8,7 +8,16 @@ read_initial, export_model     safetensors files of users
 
 from narrows.broker.records import Recovered
 from narrows.broker.store.files import DiskFull, export_model, read_initial
-from narrows.broker.store.history import History, RoundRow
+from narrows.broker.store.history import CurvePoint, History, RoundRow
 from narrows.broker.store.store import Store
 
-__all__ = ["DiskFull", "History", "Recovered", "RoundRow", "Store", "export_model", "read_initial"]
+__all__ = [
+    "CurvePoint",
+    "DiskFull",
+    "History",
+    "Recovered",
+    "RoundRow",
+    "Store",
+    "export_model",
+    "read_initial",
+]

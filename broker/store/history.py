@@ -48,6 +48,10 @@ ROUND_FACTS: Final = (
 )  # fmt: skip
 CONTRIBUTION_FACTS: Final = ("seq", "fragment", *PUSH_COLUMNS, "weight", "norm", "digest")
 
+LOSS: Final = "loss"
+"""Column of a contribution that a database of schema 1 has not. A loss counts in the digest of its
+row where there is one, so that older rows keep theirs."""
+
 SNAPSHOTS: Final = "SELECT version FROM snapshots WHERE fragment = :index"
 """The versions of a fragment whose states are kept whole."""
 
@@ -82,6 +86,23 @@ class RoundRow(NamedTuple):
     digests: Digests
     places: tuple[files.Place, ...]
     """Where the chunks of each contribution lie."""
+
+
+class CurvePoint(NamedTuple):
+    """A merged push, as a point of its learner's training curve."""
+
+    round: int
+    at_unix: float
+    run_tokens: int
+    """Tokens of the run when the round was durable."""
+    fragment: int
+    version: int
+    learner: str
+    steps: int
+    """Steps that the push has taken."""
+    tokens: int
+    loss: float | None
+    """Mean training loss over them; None: none was logged."""
 
 
 class Audit(NamedTuple):
@@ -157,6 +178,29 @@ class History:
         for row in self.query(f"SELECT seq FROM rounds WHERE {condition} ORDER BY seq", **named):
             yield self._round(row["seq"])
 
+    def curve(self, after: int = 0) -> Iterator[CurvePoint]:
+        """Every merged push with the facts of a chart, in the order of the rounds; `after`: those
+        of rounds that came after this one."""
+        fragments = max(1, self.run.fragments)
+        rows = self.query(
+            "SELECT contributions.*, at, clock, version FROM contributions JOIN rounds USING (seq)"
+            " WHERE seq > :after ORDER BY seq, learner, incarnation",
+            after=after,
+        )
+        for row in rows:
+            facts = dict(row)
+            yield CurvePoint(
+                round=facts["seq"],
+                at_unix=facts["at"],
+                run_tokens=facts["clock"] // fragments,
+                fragment=facts["fragment"],
+                version=facts["version"],
+                learner=facts["learner"],
+                steps=facts["steps"],
+                tokens=facts["tokens"],
+                loss=facts.get(LOSS),
+            )
+
     def _round(self, seq: int) -> RoundRow:
         """One round and its contributions, whose facts must have the digest that was written."""
         (row,) = self.query("SELECT * FROM rounds WHERE seq = :seq", seq=seq)
@@ -175,7 +219,10 @@ class History:
             fragment=row["fragment"],
             version=row["version"],
             contributions=tuple(
-                Contribution(**{name: part[name] for name in PUSH_COLUMNS}) for part in parts
+                Contribution(
+                    **{name: part[name] for name in PUSH_COLUMNS}, loss=dict(part).get(LOSS)
+                )
+                for part in parts
             ),
             policy=msgspec.json.decode(row["policy"], type=Policy),
             period_s=row["period_s"],
@@ -379,7 +426,13 @@ def row_digest(round_: Facts, contributions: Iterable[Facts]) -> str:
     over the places of payloads, which change when packs are removed."""
     facts = [
         [round_[name] for name in ROUND_FACTS],
-        [[each[name] for name in CONTRIBUTION_FACTS] for each in contributions],
+        [
+            [
+                *(each[name] for name in CONTRIBUTION_FACTS),
+                *(loss for loss in [dict(each).get(LOSS)] if loss is not None),
+            ]
+            for each in contributions
+        ],
     ]
     return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(facts))
 

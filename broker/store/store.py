@@ -18,6 +18,7 @@ import re
 import shutil
 import sqlite3
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,6 +34,7 @@ from narrows.broker.store.history import (
     CONTRIBUTION_FACTS,
     DATABASE,
     INSERT_SNAPSHOT,
+    LOSS,
     PUSH_COLUMNS,
     ROUND_FACTS,
     History,
@@ -41,7 +43,8 @@ from narrows.broker.store.history import (
 )
 from narrows.proto.errors import ErrorCode, StateError
 from narrows.proto.layout import fingerprint
-from narrows.proto.messages import TOKENS_MAX, Layout, Phase
+from narrows.proto.messages import TOKENS_MAX, DiskStatus, Layout, Phase
+from narrows.proto.units import counted
 from narrows.proto.wire import name_of
 
 LOCK: Final = "lock"
@@ -52,7 +55,8 @@ LIFE_AT: Final = 21
 SQLITE_MAGIC: Final = b"SQLite format 3\0"
 """The beginning of every database that has content."""
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
+SCHEMA_1_TO_2: Final = "ALTER TABLE contributions ADD COLUMN loss REAL; PRAGMA user_version = 2;"
 
 # Digests are 16 hex digits, because SQLite's integers are signed. Rows are the history of the run
 # and stay when their packs go; pack is NULL then.
@@ -69,7 +73,7 @@ CREATE TABLE contributions (seq INTEGER NOT NULL REFERENCES rounds ON DELETE CAS
   fragment INTEGER NOT NULL, learner TEXT NOT NULL, incarnation TEXT NOT NULL,
   push_id INTEGER NOT NULL, base INTEGER NOT NULL, tokens INTEGER NOT NULL,
   steps INTEGER NOT NULL, codec TEXT NOT NULL, chunk_elements INTEGER NOT NULL,
-  weight REAL NOT NULL, norm REAL NOT NULL, digest TEXT NOT NULL,
+  weight REAL NOT NULL, norm REAL NOT NULL, digest TEXT NOT NULL, loss REAL,
   pack INTEGER, offset INTEGER, sizes TEXT,
   PRIMARY KEY (seq, learner, incarnation), UNIQUE (learner, incarnation, fragment, push_id))
   WITHOUT ROWID;
@@ -86,6 +90,9 @@ PRAGMA user_version = {SCHEMA_VERSION};
 
 SNAPSHOTS_KEPT: Final = 2
 """Per fragment: a start takes the older one if the newest is damaged."""
+
+COMMITS_MAX: Final = 256
+"""Commits of which a Status tells the times."""
 
 INCARNATIONS_KEPT: Final = 1024
 """A start knows the newest merged push of so many incarnations, the newest ones."""
@@ -117,8 +124,12 @@ class Store(History):
         self._snapshot_lock = Lock()
         """A snapshot holds it: the sweep of one must not meet the file of another before its
         row."""
+        self._commits_s = deque[float](maxlen=COMMITS_MAX)
+        """Seconds that the newest commits took."""
+        self._journal_bytes = 0
         with ExitStack() as undo:
             self._lock_fd = _take_folder(folder, undo)
+            self._free_bytes = _free_bytes(folder)
             with database_errors(folder / DATABASE):
                 self._db = _open(folder, durable)
             undo.callback(self._db.close)
@@ -199,8 +210,10 @@ class Store(History):
         Raises StateError if the directory is gone.
         """
         with self._lock:
+            began_at = time.perf_counter()
             self.check_folder()
-            places = self._packs.append([push.chunks for push in version.round_.contributions])
+            pushes = [push.chunks for push in version.round_.contributions]
+            places = self._packs.append(pushes)
             self._reach("appended")
             try:
                 with database_errors(self.file), self._db:
@@ -208,6 +221,9 @@ class Store(History):
             except OSError:
                 self._packs.take_back()
                 raise
+            self._commits_s.append(time.perf_counter() - began_at)
+            self._journal_bytes += sum(len(chunk) for chunks in pushes for chunk in chunks)
+            self._free_bytes = _free_bytes(self.folder)
         self._reach("durable")
 
     def snapshot(self, state: FragmentState) -> None:
@@ -227,6 +243,16 @@ class Store(History):
         """Makes durable that the run has ended. Raises DiskFull."""
         with self._lock, database_errors(self.file), self._db as db:
             db.execute("UPDATE run SET phase = :phase", {"phase": Phase.ENDED})
+
+    def figures(self) -> DiskStatus:
+        """The disk as the last write has found it; never waits for one."""
+        commits_ms = sorted(1000 * seconds for seconds in list(self._commits_s)) or [0.0]
+        return DiskStatus(
+            free_bytes=self._free_bytes,
+            journal_bytes=self._journal_bytes,
+            commit_p50_ms=commits_ms[len(commits_ms) // 2],
+            commit_p99_ms=commits_ms[len(commits_ms) * 99 // 100],
+        )
 
     def published_digest(self, fragment: int, version: int) -> int | None:
         """Digest of the published copy at a durable version; None: this history has no such
@@ -317,6 +343,7 @@ class Store(History):
                 **{name: getattr(push, name) for name in PUSH_COLUMNS},
                 "weight": weight,
                 "norm": norm,
+                LOSS: push.loss,
                 **place._asdict(),
             }
             for push, weight, norm, place in zip(
@@ -325,7 +352,7 @@ class Store(History):
         ]
         row["digest"] = row_digest(row, parts)
         self._db.execute(_insert_into("rounds", (*ROUND_FACTS, "digest")), row)
-        columns = (*CONTRIBUTION_FACTS, "pack", "offset", "sizes")
+        columns = (*CONTRIBUTION_FACTS, LOSS, "pack", "offset", "sizes")
         self._db.executemany(_insert_into("contributions", columns), parts)
         self._db.execute(
             "INSERT INTO merged SELECT incarnation, fragment, push_id, seq, tokens"
@@ -408,15 +435,25 @@ class Store(History):
                 raise files.damaged(
                     self.file,
                     expected="rows for the files beside it",
-                    got=f"a run without version 0 beside {len(strange)} files,"
+                    got=f"a run without version 0 beside {counted(len(strange), 'file')},"
                     f" such as {strange[0]}",
                 )
             return
+        kept_bytes = self.file.stat().st_size
         for path in found:
-            if path not in known and aside is not None:
+            if path in known:
+                kept_bytes += path.stat().st_size
+            elif aside is not None:
                 shutil.move(path, aside)  # From another file system, where packs/ may lie on one.
-            elif path not in known:
+            else:
                 path.unlink(missing_ok=True)
+        self._journal_bytes = kept_bytes
+
+
+def _free_bytes(folder: Path) -> int:
+    """Bytes that this user may still write there."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
 
 
 def _insert_into(table: str, columns: Sequence[str]) -> str:
@@ -469,7 +506,7 @@ def _open(folder: Path, durable: bool) -> sqlite3.Connection:
     db.row_factory = sqlite3.Row
     version = db.execute("PRAGMA user_version").fetchone()["user_version"]
     tables = {row["name"] for row in db.execute("SELECT name FROM sqlite_master").fetchall()}
-    is_ours = version == SCHEMA_VERSION and "run" in tables
+    is_ours = version in (1, SCHEMA_VERSION) and "run" in tables
     if not is_ours and (version or tables):
         raise StateError(
             ErrorCode.STATE_DAMAGED,
@@ -483,6 +520,8 @@ def _open(folder: Path, durable: bool) -> sqlite3.Connection:
     db.execute("PRAGMA foreign_keys = ON")
     if not is_ours:
         db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
+    elif version == 1:
+        db.executescript(f"BEGIN IMMEDIATE; {SCHEMA_1_TO_2} COMMIT;")
     if durable:  # At each start: the one that made the directory may have been killed.
         files.sync_folder(folder)
         files.sync_folder(folder.parent)

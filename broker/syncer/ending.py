@@ -53,7 +53,7 @@ class Ending:
         waiting = self.state.rounds[fragment].inbox.get(member.incarnation)
         if waiting is not None and waiting.announcement is not None:
             return waiting.is_coming
-        return min(member.bases) >= 0 and fragment not in member.told.finished
+        return member.has_model and fragment not in member.told.finished
 
     def owing(self, fragment: int, now: float) -> list[Member]:
         """Learners that the last round of a fragment waits for."""

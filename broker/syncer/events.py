@@ -25,6 +25,12 @@ class Send(Struct, frozen=True, tag=True):
     message: ControlMessage
 
 
+class AnswerStatus(Struct, frozen=True, tag=True):
+    """Send a Status to a connection. The host has the half of it that is about lines and disk."""
+
+    peer: str
+
+
 class Seed(Struct, frozen=True, tag=True):
     """All chunks of version 0 are here: make it durable. A failure refuses its learner."""
 
@@ -91,4 +97,4 @@ class Note(Struct, frozen=True, tag=True):
 Slow: TypeAlias = Seed | MergeRound | Commit | CommitEnd
 """Effects that a worker performs, and that the host answers."""
 
-Effect: TypeAlias = Send | Slow | Publish | Drop | Serve | Finish | Note
+Effect: TypeAlias = Send | AnswerStatus | Slow | Publish | Drop | Serve | Finish | Note

@@ -12,6 +12,7 @@ from narrows.broker.syncer.state import State
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, fault, short
 from narrows.proto.timing import HEARD_S
+from narrows.proto.units import counted
 from narrows.proto.wire import name_of, speaks_for
 
 STRANGER_S: Final = 60.0
@@ -215,10 +216,11 @@ class Joining:
             if known != copy.digest:
                 go_back.append(fragment)
         if versions_ahead:
+            ahead = counted(versions_ahead, "version")
             state.note(
                 "history_lost",
-                f"{hello.name} holds {versions_ahead} versions that this state directory has not: "
-                "it is an older copy. The learner goes back to it",
+                f"{hello.name} holds {ahead} that this state directory has not: it is an older "
+                "copy. The learner goes back to it",
                 warning=True,
                 learner=hello.name,
                 versions=versions_ahead,
@@ -237,10 +239,11 @@ class Joining:
             bases = list(map(min, bases, state.heads))
         holder = state.members.by_name.get(name)
         if holder is not None and holder.incarnation == hello.incarnation:
-            holder.bases = tuple(bases)
+            holder.stand_on(tuple(bases), state.heads)
             state.note("rejoined", f"{name} is back", learner=name)
             return holder
-        member = Member(name, hello.incarnation, hello.fingerprint, now, now, bases=tuple(bases))
+        member = Member(name, hello.incarnation, hello.fingerprint, now, now)
+        member.stand_on(tuple(bases), state.heads)
         member.merged_tokens = state.tokens_before.get(hello.incarnation, 0)
         if holder is None:
             state.note("joined", f"{name} has joined", learner=name)

@@ -87,8 +87,8 @@ class Syncer:
 
     # What the host reads.
 
-    def status(self, now: float) -> dict[str, object]:
-        """The map of a Status message; the host adds what its sockets know."""
+    def status(self, now: float) -> msg.Status:
+        """The run as this machine knows it; the host adds the rest."""
         return status(self.state, self._seeding, self._rounds, self._ending, now)
 
     # Control messages.
@@ -103,7 +103,7 @@ class Syncer:
                 case msg.Hello():
                     self._joining.hello(peer, site, message, now)
                 case msg.AskStatus():
-                    self.effects.append(ev.Send(peer, msg.Status(self.status(now))))
+                    self.effects.append(ev.AnswerStatus(peer))
                 case _:
                     self._from_learner(peer, site, message, now)
         except RemoteProtocolError as error:
@@ -132,7 +132,7 @@ class Syncer:
                     ev.Send(peer, msg.Bye("this life of the broker has not met you: say Hello"))
                 )
             return
-        member.heard_at = now
+        member.hears(now)
         match message:
             case msg.Report():
                 self._take_report(member, message, now)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import sub
 from statistics import median
 from typing import Final
 
@@ -42,6 +43,14 @@ newcomer would meet open rounds by luck."""
 RATE_MIN: Final = 1000.0
 """Bit/s that a learner has while nothing is free for it: 0 would mean no limit."""
 
+STALLED_S: Final = 60.0
+STALLED_STEPS: Final = 20
+"""A learner that is to make steps, and makes none for so long and for the time of so many of its
+own, is told as one without steps, and no round waits for it."""
+
+FIRST_STEP_S: Final = 600.0
+"""The same before its step time is known: the first step may compile the model."""
+
 NOTHING_TOLD: Final = Report(0, 0, None, ())
 """The newest Report before the first."""
 
@@ -57,8 +66,18 @@ class Member:
     """When anything came from it, on the broker's clock as all times here."""
     moved_at: float
     """When it made progress: a step, a push, a chunk, an adoption, a request."""
-    bases: tuple[int, ...]
-    """Version that its parameters stand on, per fragment; -1: none."""
+    bases: tuple[int, ...] = ()
+    """Version that its parameters stand on, per fragment; -1: none. Set by `stand_on`."""
+    has_model: bool = False
+    """No base is -1."""
+    versions_behind: int = 0
+    """Versions of the fragment that it lacks most of, when its bases were told."""
+    changed_at: float = float("-inf")
+    """When it was connected or heard again, had the model, or began or ended a pause."""
+    paused_at: float = float("-inf")
+    """When it said that it pauses."""
+    stepped_at: float = float("-inf")
+    """When it last told of a new step, or could not be expected to make any."""
     peer: str = ""
     """Its connection; "" while it has none."""
     has_left: bool = False
@@ -110,14 +129,33 @@ class Member:
     @property
     def is_ready(self) -> bool:
         """It is connected and its parameters stand on versions of this run."""
-        return self.is_connected and min(self.bases) >= 0
+        return self.is_connected and self.has_model
 
     def is_heard(self, now: float) -> bool:
         return self.is_connected and now < self.heard_at + HEARD_S
 
     def is_awaited(self, now: float) -> bool:
-        """Rounds wait for it: it is ready, heard lately and not paused."""
-        return self.is_heard(now) and self.told.paused is None and min(self.bases) >= 0
+        """Rounds wait for it: it is ready, heard lately and not paused, and makes steps."""
+        is_able = self.is_heard(now) and self.has_model and self.told.paused is None
+        return is_able and not self.is_stalled(now)
+
+    def is_stalled(self, now: float) -> bool:
+        """It makes no steps, though it is here, has the model, and has not said that it pauses: one
+        of its processes hangs, or somebody has stopped them."""
+        patience_s = max(STALLED_S, STALLED_STEPS * self.step_s) if self.step_s else FIRST_STEP_S
+        return now >= self.stepped_at + patience_s
+
+    def hears(self, now: float) -> None:
+        """A message of it came."""
+        if not self.is_heard(now):
+            self.changed_at = now
+        self.heard_at = now
+
+    def stand_on(self, bases: tuple[int, ...], heads: Sequence[int]) -> None:
+        """Takes in which versions its parameters stand on."""
+        self.bases = bases
+        self.has_model = min(bases) >= 0
+        self.versions_behind = max(map(sub, heads, bases), default=0) if self.has_model else 0
 
     def counts(self, period_s: float, now: float) -> bool:
         """It contributes: a push of it was merged lately."""
@@ -144,9 +182,16 @@ class Member:
             self.taken_steps = report.steps
         if (report.steps, bases, report.finished) != (before.steps, self.bases, before.finished):
             self.moved_at = now
+        if is_paused or not self.has_model or report.steps > before.steps:
+            self.stepped_at = now
+        was = before.paused is None, self.has_model
         self.told = report
         self.reported_at = now
-        self.bases = bases
+        self.stand_on(bases, heads)
+        if was != (report.paused is None, self.has_model):
+            self.changed_at = now
+        if before.paused is None:
+            self.paused_at = now
 
         if is_paused or self.counted is None:
             self.counted = (now, report.steps)
@@ -209,6 +254,7 @@ class Members:
         self.by_peer.pop(member.peer, None)
         member.peer = peer
         member.heard_at = member.moved_at = member.taken_at = now
+        member.changed_at = member.stepped_at = now
         member.has_left = member.is_revoked = False
         self.by_name[member.name] = self.by_peer[peer] = member
 
@@ -230,6 +276,7 @@ class Members:
             member.heard_at = min(now, member.heard_at + delay_s)
             member.moved_at = min(now, member.moved_at + delay_s)
             member.taken_at = min(now, member.taken_at + delay_s)
+            member.stepped_at = min(now, member.stepped_at + delay_s)
             member.counted = None
 
     # Rates of the uplink.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from narrows.broker.records import Contribution
+from narrows.broker.records import Contribution, finite
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import Member
 from narrows.broker.syncer.state import FragmentRound, InboxPush, State
@@ -229,6 +229,7 @@ class Pushes:
                     steps=push.steps,
                     codec=self.state.settings.push_codec,
                     chunk_elements=self.state.settings.chunk_elements,
+                    loss=finite(push.loss),
                 )
             )
         return tuple(sorted(taken, key=lambda each: each.order))

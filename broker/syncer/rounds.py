@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, NamedTuple
 
-from narrows.broker.records import NotFinite, Round
+from narrows.broker.records import Contribution, NotFinite, Round
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.ending import Ending
 from narrows.broker.syncer.members import COUNTS_PERIODS, Member
@@ -37,6 +37,16 @@ SYNC_SHARE: Final = 0.25
 """Weight of the newest round in the moving average of the seconds from due to durable."""
 
 
+class LastMerge(NamedTuple):
+    """A round that has become durable."""
+
+    fragment: int
+    version: int
+    at: float
+    reason: str
+    taken: tuple[Contribution, ...]
+
+
 @dataclass(eq=False)
 class Rounds:
     """Decides when a round begins, when it is due, and when its version exists."""
@@ -48,6 +58,12 @@ class Rounds:
     """When the last round was launched, or the run began or went on."""
     merges: int = 0
     contributions: int = 0
+    last_merge: LastMerge | None = None
+    """The newest durable round of this life."""
+    trained_at: float = field(init=False)
+    """When somebody trained last."""
+    enough_at: float = field(init=False)
+    """When at least as many trained as a quorum needs."""
     sync_s: float = 0.0
     """Moving average of the seconds from due to durable."""
     due_at: float = math.inf
@@ -57,10 +73,17 @@ class Rounds:
     _awaited: list[Member] = field(default_factory=list[Member])
     """Learners that train as of this event: ready, heard and not paused."""
 
+    def __post_init__(self) -> None:
+        self.trained_at = self.enough_at = self.launched_at
+
     def advance(self, now: float) -> None:
         """Decides everything that the time or the last event has made due."""
         state = self.state
         self._awaited = state.members.awaited(now)
+        if self._awaited:
+            self.trained_at = now
+        if len(self._awaited) >= state.config.merge.quorum:
+            self.enough_at = now
         self.due_at = math.inf
         state.xi_s = self._pace_s(now)
 
@@ -204,6 +227,7 @@ class Rounds:
         slot = self.state.rounds[fragment]
         self.move(slot, Step.DUE)
         slot.taken = self.pushes.take(fragment)
+        slot.reason = reason
         slot.due_at = now
         assert slot.taken, "a round is merged from at least one push"
         self.state.effects.append(
@@ -295,6 +319,8 @@ class Rounds:
         while len(slot.merged) > msg.LEARNERS_MAX:
             del slot.merged[next(iter(slot.merged))]
 
+        slot.durable_at = now
+        self.last_merge = LastMerge(fragment, state.heads[fragment], now, slot.reason, slot.taken)
         self.merges += 1
         self.contributions += len(slot.taken)
         if slot.disk_error:

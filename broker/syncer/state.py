@@ -130,8 +130,12 @@ class FragmentRound:
     """By incarnation."""
     taken: tuple[Contribution, ...] = ()
     """Pushes that the round on its way holds, without chunks."""
+    reason: str = ""
+    """Why the round on its way was merged when it was."""
     disk_error: str = ""
     """Why the commit is being tried again."""
+    durable_at: float = 0.0
+    """When its newest version became durable, or this life began."""
 
     def here(self) -> list[InboxPush]:
         return [waiting for waiting in self.inbox.values() if waiting.is_here]
@@ -186,7 +190,9 @@ class State:
         self.xi_s = recovered.period_s / self.settings.sync_period_steps
         """Mean seconds per inner step; 0: not known yet."""
         self.clock = Clock(self.settings.fragments, recovered.clock)
-        self.rounds = [FragmentRound() for _ in range(self.settings.fragments)]
+        self.rounds = [
+            FragmentRound(durable_at=self.started_at) for _ in range(self.settings.fragments)
+        ]
         for (incarnation, fragment), push_id in recovered.merged.items():
             self.rounds[fragment].merged[incarnation] = push_id
         self.taught = frozenset(name_of(incarnation) for incarnation, _ in recovered.merged)
@@ -201,6 +207,8 @@ class State:
         table = build_table(layout.entries, settings.fragments) if layout else ()
         self.layout = layout
         self.fingerprint = fingerprint(layout) if layout else ""
+        self.elements = [each.elements for each in table]
+        """By fragment; empty before version 0."""
         self.push_chunks = [each.chunk_count(settings.chunk_elements) for each in table]
         """Chunks of a push or a publication, per fragment."""
         self.state_chunks = [each.chunk_count(settings.state_chunk_elements) for each in table]
@@ -237,8 +245,9 @@ class State:
         be merged without a learner that the run has begun with.
         """
         is_first = self.config.merge.quorum == 0 and self.heads[fragment] == 0
-        unpaused = [each for each in self.members.heard(now) if each.told.paused is None]
-        able = [each for each in unpaused if each.is_ready or is_first]
+        heard = self.members.heard(now)
+        moving = [m for m in heard if m.told.paused is None and not m.is_stalled(now)]
+        able = [each for each in moving if each.is_ready or is_first]
         here = {waiting.incarnation for waiting in self.rounds[fragment].here()}
         return [each for each in able if each.incarnation not in here]
 

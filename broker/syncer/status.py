@@ -3,101 +3,240 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Final
 
+from narrows import __version__
+from narrows.broker.config import BrokerConfig
+from narrows.broker.records import finite
 from narrows.broker.syncer.ending import Ending
 from narrows.broker.syncer.joining import STRANGER_S
 from narrows.broker.syncer.members import Member
 from narrows.broker.syncer.rounds import Rounds
 from narrows.broker.syncer.seeding import Seeding
-from narrows.broker.syncer.state import Stage, State
-from narrows.proto.errors import short
-from narrows.proto.messages import Mode, Phase
+from narrows.broker.syncer.state import FragmentRound, Stage, State
+from narrows.proto.errors import ErrorCode, short
+from narrows.proto.messages import (
+    TEXT_CHARACTERS_MAX,
+    FragmentStatus,
+    LearnerState,
+    LearnerStatus,
+    LineStatus,
+    MergeStatus,
+    Mode,
+    Phase,
+    QuorumStatus,
+    RefusalStatus,
+    SettingsStatus,
+    Status,
+)
 from narrows.proto.timing import LEAVE_S
 
 NO_DATA_S: Final = 10.0
 """A learner that has announced a push and sent nothing for this long cannot reach the uplink. One
 that has taken no version for this long, though there is one, cannot be reached by the downlink."""
 
+OWING_S: Final = 30.0
+"""A round that collects for this long, and for a period, waits for somebody: it says for whom."""
+
+REFUSED_S: Final = 600.0
+REFUSED_MAX: Final = 64
+"""Refusals that a Status names: those of so many seconds, and no more of them, the newest."""
+
+SECONDS_MAX: Final = 1e9
+"""Bound of the type Seconds."""
+
 NAMED_MAX: Final = 8
 """Most names in one line."""
 
 
-def status(
-    state: State, seeding: Seeding, rounds: Rounds, ending: Ending, now: float
-) -> dict[str, object]:
-    """Everything that `narrows status` shows, except the bytes, which only the sockets know.
+def status(state: State, seeding: Seeding, rounds: Rounds, ending: Ending, now: float) -> Status:
+    """All that the syncer knows of the run: the host adds what its line, disk and process tell.
 
-    Tokens of a learner are those of its newest incarnation. Merged tokens are divided by the number
-    of fragments, so that a learner whose work is all merged has as many of them as it has logged.
+    The cost is one look at each learner and one at each fragment, not at each pair of them.
     """
-    return {
-        "run_id": state.run_id,
-        "epoch": state.epoch,
-        "phase": state.phase.value,
-        "mode": state.settings.mode.value,
-        "downlink_port": state.ports[1],
-        "streams": state.settings.streams,
-        "uptime_s": round(now - state.started_at, 1),
-        "run_tokens": state.clock.run_tokens,
-        "goal_tokens": state.settings.goal_tokens,
-        "tokens_per_s": round(state.clock.tokens_per_s(now), 1),
-        "versions": list(state.heads),
-        "period_s": round(state.period_s, 3),
-        "sync_s": round(rounds.sync_s, 3),
-        "merges": rounds.merges,
-        "contributions": rounds.contributions,
-        "waiting_for": waiting_for(state, seeding, ending, now),
-        "rounds": [
-            {
-                "fragment": fragment,
-                "stage": each.stage.value,
-                "pushes": len(each.here()) + len(each.taken),
-                "since_s": round(now - each.launched_at, 1),
-            }
-            for fragment, each in enumerate(state.rounds)
-            if each.stage is not Stage.IDLE
-        ],
-        "learners": {member.name: _learner(state, member, now) for member in state.members},
+    settings = state.settings
+    goal_tokens = settings.goal_tokens
+    tokens_per_s = state.clock.tokens_per_s(now)
+    run_tokens = state.clock.run_tokens
+    left_s = None
+    if goal_tokens and tokens_per_s:
+        left_s = min(SECONDS_MAX, max(0, goal_tokens - run_tokens) / tokens_per_s)
+    ends = state.phase in (Phase.ENDING, Phase.ENDED)
+    announced = _announced(state)
+    learners = {
+        member.name: _learner(state, member, announced.get(member.incarnation), now)
+        for member in state.members
     }
+    uplink_port, downlink_port = state.ports
+    return Status(
+        narrows=__version__,
+        run_id=state.run_id,
+        epoch=state.epoch,
+        phase=state.phase.value,
+        stopping=state.stopping[:TEXT_CHARACTERS_MAX],
+        uplink_port=uplink_port,
+        downlink_port=downlink_port,
+        uptime_s=now - state.started_at,
+        run_tokens=run_tokens,
+        goal_tokens=goal_tokens,
+        tokens_per_s=tokens_per_s,
+        left_s=left_s,
+        period_s=state.period_s,
+        sync_s=rounds.sync_s,
+        merges=rounds.merges,
+        contributions=rounds.contributions,
+        waiting_for=tuple(
+            line[:TEXT_CHARACTERS_MAX]
+            for line in _waiting_for(state, seeding, ending, learners, now)
+        ),
+        awaited=tuple(member.name for member in ending.awaited(now)) if ends else (),
+        last_merge=_last_merge(rounds, now),
+        quorum=_quorum(state, rounds, learners.values(), now),
+        settings=_settings(state.config),
+        line=LineStatus(
+            up_limit=float(state.config.wan.up),
+            down_limit=float(state.config.wan.down),
+            total_up_limit=float(state.config.wan.total_up),
+            total_down_limit=float(state.config.wan.total_down),
+        ),
+        refused=tuple(
+            RefusalStatus(name, ErrorCode.WRONG_RUN, text, now - seen_at, 1)
+            for name, (text, seen_at) in list(state.strangers.items())[-REFUSED_MAX:]
+            if now < seen_at + REFUSED_S
+        ),
+        fragments=tuple(
+            _fragment(state, fragment, slot, now) for fragment, slot in enumerate(state.rounds)
+        ),
+        learners=learners,
+    )
 
 
-def _learner(state: State, member: Member, now: float) -> dict[str, object]:
+def _settings(config: BrokerConfig) -> SettingsStatus:
+    shared = config.shared
+    return SettingsStatus(
+        mode=shared.mode,
+        fragments=shared.fragments,
+        sync_period_steps=shared.sync_period_steps,
+        overlap_steps=shared.overlap_steps,
+        keep=shared.keep,
+        push_codec=shared.push_codec,
+        push_rho=shared.push_rho,
+        publish_codec=config.codec.publish,
+        streams=shared.streams,
+    )
+
+
+def _quorum(
+    state: State, rounds: Rounds, learners: Iterable[LearnerStatus], now: float
+) -> QuorumStatus:
+    states = Counter(each.state for each in learners)
+    training = states[LearnerState.TRAINING]
+    ready = training + states[LearnerState.PAUSED] + states[LearnerState.STALLED]
+    needed = state.config.merge.quorum
+    runs = state.phase is Phase.RUNNING
+    return QuorumStatus(
+        needed=needed,
+        at_start=state.config.run.learners_at_start,
+        here=ready + states[LearnerState.JOINING],
+        ready=ready,
+        training=training,
+        idle_s=now - rounds.trained_at if runs and not training else 0.0,
+        short_s=now - rounds.enough_at if runs and training < needed else 0.0,
+    )
+
+
+def _last_merge(rounds: Rounds, now: float) -> MergeStatus | None:
+    last = rounds.last_merge
+    if last is None:
+        return None
+    names = tuple(push.learner for push in last.taken)
+    return MergeStatus(last.fragment, last.version, now - last.at, last.reason, names)
+
+
+def _fragment(state: State, fragment: int, slot: FragmentRound, now: float) -> FragmentStatus:
+    begun_at = {
+        Stage.IDLE: now,
+        Stage.COLLECTING: slot.launched_at,
+        Stage.MERGING: slot.due_at,
+        Stage.COMMITTING: slot.due_at,
+    }
+    return FragmentStatus(
+        elements=state.elements[fragment] if state.elements else 0,
+        version=state.heads[fragment] if state.heads else -1,
+        version_s=now - slot.durable_at,
+        stage=slot.stage.value,
+        stage_s=now - begun_at[slot.stage],
+        pushes=len(slot.here()) + len(slot.taken),
+    )
+
+
+def _learner(state: State, member: Member, announced_at: float | None, now: float) -> LearnerStatus:
+    """`announced_at` is when the oldest of its pushes was announced that have not come yet.
+
+    Merged tokens are divided by the number of fragments, so that a learner whose work is all merged
+    has as many of them as it has logged.
+    """
     told = member.told
     merged_tokens = member.merged_tokens // state.settings.fragments
-    behind = [head - base for head, base in zip(state.heads, member.bases, strict=False)]
-    return {
-        "incarnation": member.incarnation,
-        "state": _state(member, now),
-        "heard_s": round(now - member.heard_at, 1),
-        "steps": told.steps,
-        "steps_per_s": round(1 / member.step_s, 3) if member.step_s else 0.0,
-        "loss": told.loss if told.loss is not None and math.isfinite(told.loss) else None,
+    word, since = _state(state, member, now)
+    no_data_s = _no_data_s(member, announced_at, now)
+    no_version_s = _no_version_s(state, member, now)
+    hint = ""
+    if no_data_s >= NO_DATA_S or no_version_s:
+        hint = " ".join(_hints(state, member, no_data_s, no_version_s).values())
+    return LearnerStatus(
+        incarnation=member.incarnation,
+        state=word,
+        reason=short(told.paused) if told.paused else "",
+        since_s=now - since,
+        paused_s=None if told.paused is None else now - member.paused_at,
+        heard_s=now - member.heard_at,
+        stepped_s=now - member.stepped_at,
+        merged_s=now - member.merged_at if member.contributions else None,
+        taken_s=now - member.taken_at if member.versions_behind else 0.0,
+        no_data_s=no_data_s,
+        no_version_s=no_version_s,
+        steps=told.steps,
+        steps_per_s=1 / member.step_s if member.step_s else 0.0,
+        loss=finite(told.loss),
         # A Report may be a second old: tokens that it does not count may be merged already.
-        "logged_tokens": max(told.tokens, merged_tokens),
-        "merged_tokens": merged_tokens,
-        "contributions": member.contributions,
-        "versions_behind": max(behind, default=0),
-        "up_bits_per_s_granted": round(member.up_bits_per_s),
-        "hint": " ".join(_hints(state, member, now).values()),
-    }
+        logged_tokens=max(told.tokens, merged_tokens),
+        merged_tokens=merged_tokens,
+        lost_tokens=told.lost_tokens,
+        contributions=member.contributions,
+        versions_behind=member.versions_behind,
+        up_bits_per_s_granted=member.up_bits_per_s,
+        hint=hint,
+    )
 
 
-def _state(member: Member, now: float) -> str:
-    """One word, and the reason of a pause."""
+def _state(state: State, member: Member, now: float) -> tuple[LearnerState, float]:
+    """One word for a learner, and since when it is true."""
     if member.has_left:
-        return "left"
+        return LearnerState.LEFT, member.heard_at
     if not member.is_connected:
-        return "key revoked" if member.is_revoked else "lost"
+        word = LearnerState.REVOKED if member.is_revoked else LearnerState.LOST
+        return word, member.heard_at
     if not member.is_heard(now):
-        return "silent"
-    if not member.is_ready:
-        return "joining"
-    paused = member.told.paused
-    return f"paused: {short(paused)}" if paused is not None else "training"
+        return LearnerState.SILENT, member.heard_at
+    if not member.has_model:
+        return LearnerState.JOINING, member.changed_at
+    if member.told.paused is not None:
+        return LearnerState.PAUSED, member.changed_at
+    if state.phase is Phase.RUNNING and member.is_stalled(now):
+        return LearnerState.STALLED, member.stepped_at
+    return LearnerState.TRAINING, member.changed_at
 
 
-def waiting_for(state: State, seeding: Seeding, ending: Ending, now: float) -> list[str]:
+def _waiting_for(
+    state: State,
+    seeding: Seeding,
+    ending: Ending,
+    learners: Mapping[str, LearnerStatus],
+    now: float,
+) -> list[str]:
     """Names what the run waits for, in words; empty if it just runs."""
     lines = [
         f"the disk: fragment {fragment} cannot be written ({slot.disk_error})"
@@ -122,26 +261,32 @@ def waiting_for(state: State, seeding: Seeding, ending: Ending, now: float) -> l
         return [*lines, f"{_listed(lacking)} to adopt the final model"] if lacking else lines
 
     connected = state.members.connected()
-    deaf = [member for member in connected if _no_version(state, member, now)]
+    deaf = [member for member in connected if learners[member.name].no_version_s]
     lines += [f"new versions to reach {member.name}" for member in deaf[:NAMED_MAX]]
-    if not state.members.awaited(now):
-        return [*lines, f"learners: {_why_nobody_trains(connected)}"]
+    if not any(each.state == LearnerState.TRAINING for each in learners.values()):
+        return [*lines, f"learners: {_why_nobody_trains(connected, now)}"]
     for fragment in state.collecting():
-        owing = state.absent(fragment, now)
         if state.phase is Phase.ENDING:
             owing = ending.owing(fragment, now)
+        elif now < state.rounds[fragment].launched_at + max(OWING_S, state.period_s):
+            continue  # A round that just collects is no news.
+        else:
+            owing = state.absent(fragment, now)
         blamed = [member for member in owing if member not in deaf]
         if blamed:
             lines.append(f"{_listed(blamed)} to push fragment {fragment}")
     return lines
 
 
-def _why_nobody_trains(connected: list[Member]) -> str:
+def _why_nobody_trains(connected: list[Member], now: float) -> str:
     paused = [member for member in connected if member.told.paused is not None]
     if paused:
         return f"{_listed(paused)} paused"
     fetching = [member for member in connected if not member.is_ready]
-    return f"{_listed(fetching)} to fetch the model" if fetching else "none is here"
+    if fetching:
+        return f"{_listed(fetching)} to fetch the model"
+    stalled = [member for member in connected if member.is_stalled(now)]
+    return f"{_listed(stalled)} to make a step" if stalled else "none is here"
 
 
 def _listed(members: list[Member]) -> str:
@@ -150,47 +295,55 @@ def _listed(members: list[Member]) -> str:
     return f"{names} and {more} more" if more > 0 else names
 
 
-def _hints(state: State, member: Member, now: float) -> dict[str, str]:
+def _announced(state: State) -> dict[str, float]:
+    """Incarnation -> when the oldest of its pushes was announced of which data are to come."""
+    announced: dict[str, float] = {}
+    for slot in state.rounds:
+        for incarnation, waiting in slot.inbox.items():
+            if waiting.is_coming:
+                before = announced.get(incarnation, math.inf)
+                announced[incarnation] = min(before, waiting.announced_at)
+    return announced
+
+
+def _hints(state: State, member: Member, no_data_s: float, no_version_s: float) -> dict[str, str]:
     """Event -> where to look, for each thing that is wrong with a learner's lines."""
-    hints = {
-        "no_data": _no_data(state, member, now),
-        "no_version": _no_version(state, member, now),
-    }
-    return {event: hint for event, hint in hints.items() if hint}
+    hints: dict[str, str] = {}
+    if no_data_s >= NO_DATA_S:
+        hints["no_data"] = (
+            f"no data from {member.name} for {no_data_s:.0f} s, though it has announced a push: "
+            f"does a firewall close port {state.ports[0]} (uplink) of the broker?"
+        )
+    if no_version_s:
+        hints["no_version"] = (
+            f"{member.name} has taken no new version for {no_version_s:.0f} s: does a firewall "
+            f"close port {state.ports[1]} (downlink) of the broker, or is its line or its relay "
+            "late?"
+        )
+    return hints
 
 
-def _no_data(state: State, member: Member, now: float) -> str:
-    """A hint where to look if a learner's pushes are announced and bring no data; "" if they do."""
-    waiting = [slot.inbox.get(member.incarnation) for slot in state.rounds]
-    announced_at = [each.announced_at for each in waiting if each and each.is_coming]
-    if not announced_at or not member.is_heard(now):
-        return ""
-    since = max(min(announced_at), member.data_at)
-    if now < since + NO_DATA_S:
-        return ""
-    return (
-        f"no data from {member.name} for {now - since:.0f} s, though it has announced a push: "
-        f"does a firewall close port {state.ports[0]} (uplink) of the broker?"
-    )
+def _no_data_s(member: Member, announced_at: float | None, now: float) -> float:
+    """For how long a learner that is here has announced a push and sent nothing."""
+    if announced_at is None or not member.is_heard(now):
+        return 0.0
+    return now - max(announced_at, member.data_at)
 
 
-def _no_version(state: State, member: Member, now: float) -> str:
-    """A hint where to look if a learner trains, or fetches the model, and takes no version though
-    there is one; "" if it takes them. Nobody is suspected for being slow."""
+def _no_version_s(state: State, member: Member, now: float) -> float:
+    """For how long a learner that trains, or fetches the model, has taken no version though there
+    is one; 0 if it takes them. Nobody is suspected for being slow."""
     since_s = now - member.taken_at
     # The cheap questions first: this is asked for each learner at each Beat.
     if (
         since_s < NO_DATA_S
         or not state.is_open
         or not member.is_heard(now)
-        or member.bases == tuple(state.heads)
+        or (member.has_model and not member.versions_behind)
         or not _expects_a_version(state, member, now)
     ):
-        return ""
-    return (
-        f"{member.name} has taken no new version for {since_s:.0f} s: does a firewall close port "
-        f"{state.ports[1]} (downlink) of the broker, or is its line or its relay late?"
-    )
+        return 0.0
+    return since_s
 
 
 def _expects_a_version(state: State, member: Member, now: float) -> bool:
@@ -209,8 +362,10 @@ def _expects_a_version(state: State, member: Member, now: float) -> bool:
 
 def warn_of_silence(state: State, now: float) -> None:
     """Writes one line for each learner whose data do not come, or that cannot be reached."""
+    announced = _announced(state)
     for member in state.members.connected():
-        hints = _hints(state, member, now)
+        no_data_s = _no_data_s(member, announced.get(member.incarnation), now)
+        hints = _hints(state, member, no_data_s, _no_version_s(state, member, now))
         for event, hint in hints.items():
             if event not in member.told_hints:
                 state.note(event, hint, warning=True, learner=member.name)

@@ -114,7 +114,7 @@ def test_a_second_implementation_is_merged_and_holds_the_brokers_bits(site: Site
     final = site.saved("ours")["weight"]
     assert cosine_similarity((start - final).flatten(), start.flatten(), dim=0) > 0.9
     # And the other read publications: a copy of the model instead of each would fill the line.
-    copies = site.final()["down_bytes"] / (4 * WIDTH * (WIDTH + 1))
+    copies = site.final()["line"]["down_bytes"] / (4 * WIDTH * (WIDTH + 1))
     assert copies < 2 + len(rounds) / FRAGMENTS / 2
 
 

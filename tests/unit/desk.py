@@ -127,7 +127,7 @@ class Desk:
     def to_launch(self, *names: str, fragment: int = 0) -> None:
         """Lets time pass until a fragment collects; these learners report."""
         for _ in range(100):
-            if any(each["fragment"] == fragment for each in self.status["rounds"]):
+            if self.status.fragments[fragment].stage != "idle":
                 return
             self.pass_(0.05, *names, steps_per_s=0.5)
         raise AssertionError(self.status)
@@ -207,7 +207,12 @@ class Desk:
         self.do(self.syncer.done, ev.Seed(LAYOUT))
 
     @property
-    def status(self) -> dict[str, Any]:
+    def open_rounds(self) -> list[int]:
+        """Fragments with a round under way."""
+        return [index for index, each in enumerate(self.status.fragments) if each.stage != "idle"]
+
+    @property
+    def status(self) -> msg.Status:
         return self.syncer.status(self.now)
 
 

@@ -197,7 +197,7 @@ class HandLearner:
         for index, payload in enumerate(payloads):
             self.send(msg.DataKind.SEED, index, msg.LOSSLESS, payload)
 
-    def push(self, value: float = 0.01, tokens: int = 100) -> int:
+    def push(self, value: float = 0.01, tokens: int = 100, loss: float | None = None) -> int:
         """Announces and sends an outer gradient that is `value` everywhere; the push id."""
         copy, settings = self.copy, self.house.config.shared
         assert copy is not None
@@ -206,14 +206,14 @@ class HandLearner:
             rho=settings.push_rho, chunk_elements=settings.chunk_elements,
         )  # fmt: skip
         self.payloads = [chunk.payload for chunk in chunks]
-        self.announce(self.push_id + 1, tokens)
+        self.announce(self.push_id + 1, tokens, loss)
         for index in range(len(self.payloads)):
             self.send_chunk(index)
         return self.push_id
 
-    def announce(self, push_id: int, tokens: int = 100) -> None:
+    def announce(self, push_id: int, tokens: int = 100, loss: float | None = None) -> None:
         self.push_id = push_id
-        self.say(msg.Push(0, push_id, self.version, tokens, 1))
+        self.say(msg.Push(0, push_id, self.version, tokens, 1, loss))
 
     def send_chunk(self, index: int, **fields: object) -> None:
         name = self.house.config.codec.push

@@ -82,8 +82,9 @@ def test_sixty_columns_tell_the_story(story: Story, is_live: bool) -> None:
     console = Console(file=io.StringIO(), width=60, record=True, force_terminal=is_live)
     view = View(console, story, is_live=is_live)
     with view.shown:
+        line = {"up_bytes": 114.9e6, "down_bytes": 2.345e9}
         for tokens, now in ((20, 20.0), (40, 50.0), (60, 70.0)):
-            said = status(tokens) | {"merges": 391, "up_bytes": 114.9e6, "down_bytes": 2.345e9}
+            said = status(tokens) | {"merges": 391, "line": line}
             learner = {"steps": 1234, "contributions": 123, "state": "training", "loss": 2.0}
             said["learners"]["b"] |= learner
             story.hear(said, now)

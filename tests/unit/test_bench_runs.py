@@ -19,8 +19,8 @@ def test_bits_are_counted_per_learner_and_exchange() -> None:
     """Holds `bandwidth.bits`."""
     alone = {"elements": 1000, "contributors": "a", "pushed_bytes": 400, "published_bytes": 350}
     merge = alone | {"contributors": "ab", "pushed_bytes": 800}
-    before = {"up_bytes": 5000, "down_bytes": 9000}
-    after = {"up_bytes": 5000 + 1500, "down_bytes": 9000 + 1600}
+    before = {"line": {"up_bytes": 5000, "down_bytes": 9000}}
+    after = {"line": {"up_bytes": 5000 + 1500, "down_bytes": 9000 + 1600}}
     row = bandwidth.bits([merge, alone], before, after, line_bytes=(1800, 2000))
     assert row == {
         "exchanges": 2,

@@ -18,6 +18,7 @@ from narrows.broker.process.connections import _Known
 from narrows.broker.process.door import TOLD_MAX, Door
 from narrows.broker.process.downlink import Connection
 from narrows.broker.process.sockets import SURPLUS_PER_TURN, BrokerSockets
+from narrows.broker.syncer.status import REFUSED_S
 from narrows.proto.config import Address, parse_address
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 from narrows.proto.keys import (
@@ -402,6 +403,17 @@ def test_the_log_names_each_key_that_is_not_admitted_once_a_minute(
     for _ in range(3 * TOLD_MAX):
         door.admits(new_pair().public)
     assert len(caplog.records) == 2 + TOLD_MAX, "who makes keys cannot fill the log"
+
+
+def test_keys_that_were_refused_are_told_until_they_are_admitted(keys: Path) -> None:
+    """Holds `Door.unknown`."""
+    door, stranger = Door(keys, 0.0), new_pair().public
+    assert not door.admits(stranger)
+    now = time.monotonic()
+    assert list(door.unknown(now)) == [stranger] and not door.unknown(now + REFUSED_S + 1.0)
+    AllowList.allow(keys, "site-b", stranger)
+    door.look(now)
+    assert not door.unknown(now)
 
 
 def test_a_key_that_was_admitted_just_now_is_let_in_once_the_loop_has_looked(

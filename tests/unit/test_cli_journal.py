@@ -1,6 +1,9 @@
 """`narrows journal` and `narrows export`: what they read from a state directory."""
 
+import csv
 import json
+import math
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,9 @@ from safetensors import safe_open
 from narrows.broker.store import History, Store
 from narrows.broker.store.history import Audit
 
+LOSSES = {1: 4.0, 2: math.nan, 3: 2.5}
+"""Version -> the loss that the learner tells with its push."""
+
 
 @pytest.fixture
 def house(tmp_path: Path) -> House:
@@ -19,7 +25,7 @@ def house(tmp_path: Path) -> House:
     house = House(tmp_path / "state", {"broker.keep_history": True})
     (a,) = begun(house, "site-a")
     for version in (1, 2, 3):
-        a.push()
+        a.push(loss=LOSSES[version])
         house.until(lambda: house.heads == (version,), "a version", a)  # noqa: B023
     house.host.pipeline.close()
     house.kill()
@@ -54,6 +60,27 @@ def test_journal_show_prints_every_round_or_the_last(narrows: Narrows, state: st
     assert all(row["contributors"] == ["site-a"] for row in rows)
     assert narrows.run("journal", "show", state, "--last", "1") == 0
     assert "fragment 0 version 3 " in narrows.out and rows[2]["published"] in narrows.out
+
+
+def test_the_journal_has_the_curve_of_every_learner(
+    narrows: Narrows, house: House, state: str, tmp_path: Path
+) -> None:
+    shown = rounds(narrows, state)
+    assert [row["losses"]["site-a"] for row in shown] == [4.0, None, 2.5]
+    file = tmp_path / "curve.csv"
+    assert narrows.run("journal", "curve", state, "--csv", str(file)) == 0
+    with file.open(newline="") as lines:
+        points = list(csv.DictReader(lines))
+    assert [each["loss"] for each in points] == ["4.0", "", "2.5"], "NaN is no number of a curve"
+    assert [each["run_tokens"] for each in points] == ["100", "200", "300"]
+    first = points[0]
+    assert (first["learner"], first["steps"], first["tokens"]) == ("site-a", "1", "100")
+    assert narrows.run("journal", "curve", state) == 0
+    assert narrows.out.split() == file.read_text().split()
+    with closing(History(house.folder)) as history:
+        newest = shown[-1]["round"]
+        assert [each.version for each in history.curve(after=newest - 1)] == [3]
+    assert narrows.run("journal", "curve", state, "--csv", str(tmp_path)) == 2
 
 
 def test_a_replay_makes_the_model_that_export_writes(

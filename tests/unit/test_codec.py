@@ -7,6 +7,7 @@ import random
 import tracemalloc
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -27,6 +28,7 @@ from narrows.proto.codec import (
     EncodedChunk,
     PushChunk,
     advance_copy,
+    assemble,
     decode_chunk,
     digest_of,
     empty_f32,
@@ -49,10 +51,23 @@ from narrows.proto.codec.payload import payload_bytes_max
 from narrows.proto.errors import ErrorCode, LocalProtocolError, RemoteProtocolError
 from narrows.proto.layout import BLOCK, Fragment
 from narrows.proto.messages import CHUNK_ELEMENTS_MAX, PAYLOAD_BYTES_MAX, CodecName, DtypeName
+from narrows.proto.workers import Workers
 
 CODED = tuple(name for name in CODECS if BY_NAME[name].coded)
 LIMIT = {"int4-zstd": 7, "int8-zstd": 127}  # As in PROTOCOL.md, not as in the code.
-GOLDEN: dict[str, Any] = json.loads(Path(__file__).with_name("golden_codecs.json").read_text())
+GOLDEN_FILE = Path(__file__).with_name("golden_codecs.json")
+LENGTHS = (1, 40, 255, 310)
+CHUNK_ELEMENTS = 256
+RHO = 0.5
+
+
+@pytest.fixture(scope="module")
+def golden(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The stored bits; with --write-golden those of the code are stored first."""
+    if request.config.getoption("--write-golden"):
+        new = {"codecs": {name: bits(name) for name in CODECS}, "content_digest": content_digest()}
+        GOLDEN_FILE.write_text(json.dumps(new, indent=1) + "\n")
+    return dict(json.loads(GOLDEN_FILE.read_text()))
 
 
 def f32(*values: float) -> F32:
@@ -117,24 +132,38 @@ def awkward_pair(fragment: Fragment) -> tuple[F32, F32]:
     return one, two
 
 
+def bits(codec: CodecName) -> dict[str, Any]:
+    """All that is stored of a codec: payloads in hex, and what they decode to."""
+    fragment = fragment_of(*LENGTHS)
+    one, two = awkward_pair(fragment)
+    sent = [each.payload.hex() for each in push(fragment, one, two, codec, RHO, CHUNK_ELEMENTS)]
+    published, advanced = step(fragment, one, two, codec, RHO, CHUNK_ELEMENTS)
+    return {
+        "push": sent,
+        "step": [each.payload.hex() for each in published],
+        "advanced": xxhash.xxh3_64_hexdigest(advanced.tobytes()),
+        **meaning(codec, sent),
+    }
+
+
+def meaning(codec: CodecName, payloads: list[str]) -> dict[str, Any]:
+    """The values and sums of squares in the payloads of a push."""
+    fragment = fragment_of(*LENGTHS)
+    chunks = [EncodedChunk(i, bytes.fromhex(text), 0) for i, text in enumerate(payloads)]
+    got = decoded(fragment, codec, CHUNK_ELEMENTS, chunks)
+    return {
+        "values": xxhash.xxh3_64_hexdigest(values_of(fragment, got).tobytes()),
+        "square_sums": [square_sums(chunk).tolist() for chunk in got],
+    }
+
+
 @pytest.mark.parametrize("codec", CODECS)
-def test_payloads_are_the_stored_bytes(codec: CodecName) -> None:
+def test_payloads_are_the_stored_bytes(codec: CodecName, golden: dict[str, Any]) -> None:
     """zstd and Blosc2 have a say in the bytes: if only these differ, a library has changed, and old
     and new payloads decode to the same values."""
-    fragment, stored = fragment_of(*GOLDEN["lengths"]), GOLDEN["codecs"][codec]
-    one, two = awkward_pair(fragment)
-    cut = GOLDEN["chunk_elements"]
-    sent = push(fragment, one, two, codec, GOLDEN["rho"], cut)
-    published, advanced = step(fragment, one, two, codec, GOLDEN["rho"], cut)
-    old = [EncodedChunk(i, bytes.fromhex(text), 0) for i, text in enumerate(stored["push"])]
-    for chunks in (sent, old):
-        got = decoded(fragment, codec, cut, chunks)
-        values = values_of(fragment, got)
-        assert xxhash.xxh3_64_hexdigest(values.tobytes()) == stored["values"]
-        assert [square_sums(chunk).tolist() for chunk in got] == stored["square_sums"]
-    assert xxhash.xxh3_64_hexdigest(advanced.tobytes()) == stored["advanced"]
-    assert [each.payload.hex() for each in sent] == stored["push"]
-    assert [each.payload.hex() for each in published] == stored["step"]
+    stored = golden["codecs"][codec]
+    assert meaning(codec, stored["push"]).items() <= stored.items()
+    assert bits(codec) == stored
 
 
 def square_sums(chunk: DecodedChunk) -> NDArray[np.float64]:
@@ -144,9 +173,8 @@ def square_sums(chunk: DecodedChunk) -> NDArray[np.float64]:
     return np.array(lane_square_sums(chunk.floats(), chunk.bounds))
 
 
-def test_this_cpu_computes_the_stored_bits() -> None:
-    """One digest over codes, scales and sums of 200,003 elements: no library has a say in them. A
-    generic CPU computes the stored merges, through the same kernels."""
+def content_digest() -> str:
+    """One digest over codes, scales and sums of 200,003 elements in every codec."""
     hasher = xxhash.xxh3_128()
     fragment = fragment_of(1, 2, 255, 69_742, 129_999, 4)
     one, two = awkward_pair(fragment)
@@ -159,7 +187,13 @@ def test_this_cpu_computes_the_stored_bits() -> None:
     for dtype in get_args(DtypeName)[1:]:
         round_to_dtype(one * np.float32(1000), dtype, out)
         hasher.update(out.tobytes())
-    assert hasher.hexdigest() == GOLDEN["content_digest"]
+    return hasher.hexdigest()
+
+
+def test_this_cpu_computes_the_stored_bits(golden: dict[str, Any]) -> None:
+    """No library has a say in them. A generic CPU computes the stored merges, through the same
+    kernels."""
+    assert content_digest() == golden["content_digest"]
 
 
 # Properties of any transfer.
@@ -235,6 +269,32 @@ def test_the_copy_advances_alike_at_both_ends_and_a_push_may_be_cut_anew(
     anew = recut(fragment, push_chunks, codec=codec, chunk_elements=other)
     expected = replace(case, chunk_elements=other).push(codec)
     assert [each.payload for each in anew] == [each.payload for each in expected]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("chunk_elements", [1024, 3 * 1024, 2 * BLOCK])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_any_number_of_threads_codes_the_same_bits(
+    codec: CodecName, chunk_elements: int, threads: int
+) -> None:
+    """Holds `encode_push`, `assemble`."""
+    fragment = fragment_of(*[7] * 9, 3 * BLOCK, 2 * BLOCK + 17)
+    one, two = awkward_pair(fragment)
+    published, advanced = step(fragment, one, two, codec, 0.5, chunk_elements)
+    payloads = [(codec, each.payload) for each in published]
+    with closing(Workers(threads, "test")) as pool:
+        chunks = encode_push(
+            fragment, two, one,
+            codec=codec, rho=0.5, chunk_elements=chunk_elements, spread=pool.spread,
+        )  # fmt: skip
+        assert [each.payload for each in chunks] == [payload for _, payload in payloads]
+        copy, digest = assemble(
+            fragment, one, payloads, chunk_elements=chunk_elements, spread=pool.spread
+        )
+        assert same_bits(copy, advanced) and digest == digest_of(advanced)
+        payloads[2] = (codec, b"")
+        with pytest.raises(RemoteProtocolError):
+            assemble(fragment, one, payloads, chunk_elements=chunk_elements, spread=pool.spread)
 
 
 @pytest.mark.parametrize("codec", CODED)

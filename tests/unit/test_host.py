@@ -5,6 +5,7 @@ import errno
 import json
 import logging
 import os
+import select
 import threading
 from collections import Counter
 from pathlib import Path
@@ -442,7 +443,7 @@ def test_the_end_is_durable(tmp_path: Path) -> None:
     assert house.host.finished is not None and house.host.finished.missing == ()
     house.kill()
     house.start()
-    assert house.host.syncer.status(house.now)["phase"] == "ended"
+    assert house.host.syncer.status(house.now).phase == "ended"
 
 
 def test_a_commit_that_is_under_way_at_a_stop_is_told(
@@ -506,14 +507,14 @@ def test_a_flood_of_one_kind_of_line_is_cut_and_told() -> None:
     passed = [passes("refused site-a") for _ in range(REPEATS_MAX + 5)]
     assert passed == ["bad"] * REPEATS_MAX + [""] * 5 and passes("joined")
     now[0] += REPEATS_S
-    assert passes("later") == "bad (5 lines were hidden)"
+    assert passes("later") == "bad (left out: 5 lines)"
     passed = [passes(f"refused site-{number}") for number in range(2 * KINDS_MAX)]
     assert passed.count("bad") == KINDS_MAX - 1 + REPEATS_MAX, "new names are one kind by then"
     assert passes("disk ") and passes("an error", logging.ERROR) and passes("later")
     assert not passes("refused site-x")
     now[0] += REPEATS_S
     hidden = KINDS_MAX + 1 - REPEATS_MAX + 1
-    assert passes("one more") == f"bad ({hidden} lines were hidden)"
+    assert passes("one more") == f"bad (left out: {hidden} lines)"
 
 
 def test_a_flood_of_notes_leaves_the_events_file_its_other_lines(tmp_path: Path) -> None:
@@ -550,3 +551,31 @@ def test_a_wake_while_the_pool_closes_writes_to_no_closed_pipe(
     threads[0].join()
     pool.wake()
     assert len(threads) == 1, "a closed pool writes nothing"
+
+
+def test_all_workers_share_the_items_of_a_work_and_the_first_error_is_raised() -> None:
+    """Holds `Workers.spread`."""
+    pool, meeting, ends = Workers(3, "test"), threading.Barrier(3), list[Any]()
+
+    def meet(item: int) -> tuple[int, int]:
+        meeting.wait(WAIT_S)
+        return item, threading.get_ident()
+
+    def fail(item: int) -> None:
+        if item > 1:
+            meeting.wait(WAIT_S)  # All of them fail.
+            raise ValueError(item)
+
+    met = pool.spread(meet, range(3))
+    assert [item for item, _ in met] == [0, 1, 2]
+    assert len({thread for _, thread in met}) == 3
+    with pytest.raises(ValueError, match="2"):
+        pool.spread(fail, range(99))
+    for _ in range(9):  # More works than threads, and each asks for help.
+        pool.run(lambda: pool.spread(abs, range(99)), lambda result, now: ends.append(result))
+    while len(ends) < 9:
+        assert select.select([pool.wake_fd], [], [], WAIT_S)[0]
+        pool.finish(0.0)
+    pool.close()
+    ends.append(pool.spread(abs, range(99)))  # As a work does that was running then.
+    assert ends == [list(range(99))] * 10

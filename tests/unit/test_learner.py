@@ -4,17 +4,15 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
-from run_cases import Broker, broker, stranger, tiny, train
-from torch import nn
+from run_cases import Broker, Loop, broker, stranger, tiny
 
 from narrows.bench.kit.processes import wait_until
 from narrows.learner import (
@@ -27,6 +25,7 @@ from narrows.learner import (
 )
 from narrows.learner import exchange as exchange_module
 from narrows.learner import link as link_module
+from narrows.learner.session import View
 from narrows.proto.keys import AllowList, SiteKey, create_broker_key, new_pair, write_site_key
 from narrows.proto.messages import RunSettings
 
@@ -47,33 +46,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
         thread.join()
 
 
-class Loop:
-    """A model, an optimizer and a learner."""
-
-    def __init__(self, address: str, name: str, model: nn.Module | None = None, **options: Any):
-        self.model = model or tiny()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        optimizer = options.pop("optimizer", self.optimizer)
-        self.learner = Learner(self.model, optimizer, broker=address, name=name, **options)
-
-    @property
-    def versions(self) -> list[int]:
-        return self.learner.stats()["versions"]  # type: ignore[no-any-return]
-
-    def train(self, until: Callable[[], object] = lambda: False) -> None:
-        """A whole life."""
-        with self.learner:
-            self.train_on(until)
-
-    def train_on(self, until: Callable[[], object]) -> None:
-        """Steps in an open block."""
-        train(self.learner, self.model, self.optimizer, until)
-
-    def step(self) -> None:
-        """One step in an open block."""
-        self.train_on(iter([False, True]).__next__)
-
-
 # A whole life.
 
 
@@ -84,7 +56,7 @@ def test_a_learner_ends_with_the_final_model_and_accounts_for_every_token(tmp_pa
         run.join()
     learner, stats = loop.learner, loop.learner.stats()
     assert learner.health == "final" and learner.should_stop and learner.progress == 1.0
-    assert learner.run_tokens >= 1000 and learner.run_step > 0
+    assert learner.run_tokens >= 1000 == learner.goal_tokens and learner.run_step > 0
     assert stats["logged_tokens"] == 8 * stats["steps"] > 0
     assert stats["merged_tokens"] + stats["lost_tokens"] == stats["logged_tokens"]
     assert min(stats["up_bytes"], stats["down_bytes"], stats["code_s"]) > 0
@@ -137,10 +109,34 @@ def test_a_learner_whose_name_is_in_use_is_not_told_that_nobody_answers(
     monkeypatch.setattr(exchange_module, "HEARD_S", 0.3)
     with Loop(run.address, "twin").learner:
         with pytest.raises(Refused, match="another process is twin"):
-            Loop(run.address, "twin", join_timeout_s=2.0).train()
+            # By another address: in one process a learner is told of the other one at once.
+            address = run.address.replace("127.0.0.1", "localhost")
+            Loop(address, "twin", join_timeout_s=2.0).train()
     lines = [each.getMessage() for each in caplog.records]
     (refused,) = [index for index, line in enumerate(lines) if line.endswith("trying again")]
     assert not any("no answer" in line for line in lines[refused:])
+
+
+def test_an_open_learner_of_the_name_in_this_process_is_named_at_once(
+    run: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To the broker it is another process, which may end: it would have the learner wait for ten
+    seconds."""
+    forgotten, second = Loop(run.address, "notebook"), Loop(run.address, "notebook")
+    forgotten.learner.__enter__()
+    forgotten.step()
+    with pytest.raises(LocalProtocolError, match=r"notebook is still open.*close\(\)"):
+        second.learner.__enter__()
+    forgotten.step()
+    forgotten.learner.close()
+    forgotten.learner.close()
+    forgotten.optimizer.step()  # It is an optimizer like any other now.
+    assert forgotten.learner.health == "ended" and forgotten.learner.stats()["steps"] == 2
+    with Loop(run.address, "notebook").learner as third:
+        third.close()
+    assert third.health == "ended", "the block is left without a word"
+    with pytest.raises(LocalProtocolError, match="entered once"):
+        third.__enter__()
 
 
 def test_a_blocked_data_port_is_named(
@@ -185,8 +181,8 @@ def test_a_data_port_that_is_closed_in_the_run_is_told_once_and_when_it_is_over(
 
     def welcomed() -> None:
         """Has the broker tell its ports anew."""
-        with loop.learner._exchange.link.lock:
-            loop.learner._exchange.link.host.lost(time.monotonic())
+        with loop.exchange.link.lock:
+            loop.exchange.link.host.lost(time.monotonic())
 
     state.ports = closed, downlink
     loop = Loop(run.address, "cut")
@@ -277,10 +273,10 @@ def test_a_name_or_a_key_that_cannot_be_used_is_named_before_joining(tmp_path: P
             Learner(model, torch.optim.SGD(model.parameters()), **arguments)  # type: ignore[arg-type]
 
 
-def test_a_process_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(LocalProtocolError, match=r"several ranks.*got 2"):
+def test_a_rank_whose_group_is_not_there_yet_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would begin as a learner of its own. Holds `is_one_of_several`."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(LocalProtocolError, match=r"init_process_group\(\).*WORLD_SIZE=2"):
         Loop("tcp://127.0.0.1:1", "a")
 
 
@@ -295,7 +291,11 @@ def test_the_loader_is_asked_for_nothing_once_the_run_ends(
 ) -> None:
     """It may wait for data for ever: whoever makes them looks for the end, too."""
     ended, got = ["the join"], list[int]()
-    monkeypatch.setattr(Learner, "should_stop", property(lambda _: during in ended))
+
+    def view(exchange: exchange_module.Exchange) -> View:
+        return View(during in ended, 0.0, 0.0, 0, 0, 0, "connected")
+
+    monkeypatch.setattr(exchange_module.Exchange, "view", view)
 
     def loader() -> Iterator[int]:
         assert during != "the join", "asked a run that has ended for data"
@@ -312,8 +312,9 @@ def test_the_loader_is_asked_for_nothing_once_the_run_ends(
 
 
 def test_progress_does_not_fall_with_a_larger_goal() -> None:
-    learner = Loop("tcp://127.0.0.1:1", "a").learner
-    with learner._exchange.session() as (session, _):
+    loop = Loop("tcp://127.0.0.1:1", "a")
+    learner = loop.learner
+    with loop.exchange.session() as (session, _):
         session.settings = RunSettings(goal_tokens=1000)
         session.beat = replace(session.beat, run_tokens=600)
         assert learner.progress == 0.6
@@ -358,18 +359,35 @@ def test_the_last_of_several_optimizers_is_the_boundary_or_the_loop_says_when(ru
         assert learner.stats()["logged_tokens"] == 5
 
 
-def test_a_newcomer_warms_up_and_pauses(run: Broker) -> None:
+def test_a_newcomer_warms_up_and_pauses(run: Broker, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "narrows.learner")
     loop = Loop(run.address, "late")
-    assert loop.learner.lr_scale == 0.001 and loop.learner.health == "joining"
+    assert loop.learner.lr_scale == 0.05 and loop.learner.health == "joining"
     with loop.learner as learner:
-        assert min(loop.versions) > 0
+        assert min(loop.versions) > 0 and "warms up for 20 steps" in caplog.text
         loop.step()
-        assert learner.lr_scale == 0.002 and learner.lr_scale < 1
+        assert learner.lr_scale == 0.1
         status = run.service.host.status
         with learner.pause("measuring the loss"):
-            wait_until(lambda: "measuring" in str(status(0.0)["learners"]), "the pause")
-        wait_until(lambda: "measuring" not in str(status(0.0)["learners"]), "its end")
+            wait_until(lambda: "measuring" in str(status(0.0).learners), "the pause")
+        wait_until(lambda: "measuring" not in str(status(0.0).learners), "its end")
     assert loop.learner.health == "ended", "it left before the end, with nothing left to merge"
+
+
+def test_the_figures_of_a_chart_are_flat_numbers(run: Broker) -> None:
+    loop = Loop(run.address, "chart")
+    assert loop.learner.metrics()["narrows/health"] == 1, "it has not joined"
+    with loop.learner as learner:
+        assert learner.goal_tokens == 0
+        loop.train_on(lambda: learner.stats()["merged_tokens"])
+        first = learner.metrics()
+        assert all(type(each) is float for each in first.values())
+        assert min(first[f"narrows/{way}_bits_per_s"] for way in ("up", "down")) > 0
+        assert first["narrows/merged_tokens"] <= learner.stats()["merged_tokens"]
+        assert first["narrows/run_tokens"] > 0 == first["narrows/health"]
+    up_bytes = learner.stats()["up_bytes"]
+    learner.metrics()
+    assert learner.metrics()["narrows/up_bits_per_s"] == 0 < up_bytes, "since the last call"
 
 
 def test_a_loop_that_breaks_leaves_at_once(run: Broker) -> None:
@@ -379,7 +397,7 @@ def test_a_loop_that_breaks_leaves_at_once(run: Broker) -> None:
         1 / 0  # noqa: B018
     leaves = "broken leaves: the loop was broken off"
     wait_until(lambda: any(leaves in note["text"] for note in run.events("note")), leaves)
-    assert not loop.learner._exchange.link._thread.is_alive()
+    assert not loop.exchange.link._thread.is_alive()
 
 
 def test_a_run_that_ends_without_a_learner_leaves_it_unfinished(tmp_path: Path) -> None:

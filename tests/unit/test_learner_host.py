@@ -302,6 +302,52 @@ def test_a_copy_that_a_worker_could_not_make_is_made_from_the_same_chunks(
     assert "MemoryError" in stage.notes[0].text and len(stage.notes) <= 2, "by fragment"
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_worker_prepares_adoptions_and_training_does_where_it_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Holds `LearnerHost._prepare`; the checkers compare what was prepared with what is due."""
+    stage = Stage(Calm(), tmp_path)
+    stage.run.until(2.0)
+    island, real = stage.host.island, stage.host.island.prepare
+    calls: list[bool] = []
+
+    def prepare(*given: Any) -> Any:
+        calls.append(stage._is_between)
+        if fails and not stage._is_between:
+            raise MemoryError("no room to prepare")
+        return real(*given)
+
+    monkeypatch.setattr(island, "prepare", prepare)
+    stage.run.finish()
+    by_training = sum(calls)
+    ahead = len(calls) - by_training
+    # Where a boundary comes before the worker is done, both prepare the same.
+    assert ahead > 10
+    assert by_training >= ahead if fails else by_training < 0.7 * ahead
+    assert set(stage.noted) == ({"refused"} if fails else set())
+
+
+def test_a_learner_in_a_long_step_prepares_two_adoptions_and_drops_those_that_are_stale(
+    tmp_path: Path,
+) -> None:
+    """Holds `LearnerHost._prepare`. Everything comes out anew meanwhile, a few times."""
+    stage = Stage(Calm(2, fragments__count=4), tmp_path)
+    stage.run.until(2.0)
+    stage.run.sites[0].step_s = 3.0
+    sizes = set[int]()
+    stage.host.saw = lambda header, _: sizes.add(len(stage.host.ahead))
+    stage.run.until(5.0)
+    assert min(part.tip - part.base for part in stage.host.session.parts) > 1
+    assert max(sizes) == 2
+    ahead = stage.host.ahead
+    assert {index: each.rule.new for index, each in ahead.items()} == {
+        index: stage.host.tips[index] for index in (0, 1)
+    }
+    stage.run.finish()
+    assert not stage.host.ahead
+
+
 def test_bytes_that_are_no_message_are_noted_and_change_nothing(tmp_path: Path) -> None:
     """Holds `LearnerHost.control`."""
     stage = Stage(Calm(), tmp_path)

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from narrows.learner.gpu import TorchIsland
 from narrows.learner.parameters import Parameters
-from narrows.proto.codec import F32, decode_chunk, values_of
+from narrows.proto.codec import CODECS, F32, decode_chunk, values_of
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 from narrows.proto.layout import build_table
 from narrows.proto.messages import CodecName, RunSettings
@@ -42,9 +42,13 @@ class Model(torch.nn.Module):
 (FRAGMENT,) = build_table(Parameters(Model()).layout.entries, 1)
 
 
+def adopt(island: TorchIsland, rule: Adoption) -> None:
+    island.adopt(FRAGMENT, island.prepare(FRAGMENT, rule))
+
+
 def filled(island: TorchIsland, values: F32) -> Copy:
     copy = island.copy(FRAGMENT, values)
-    island.adopt(FRAGMENT, Adoption(copy, copy, None, 0.0, False))
+    adopt(island, Adoption(copy, copy, None, 0.0, False))
     return copy
 
 
@@ -79,7 +83,7 @@ def test_the_rule_equals_its_plain_twin_and_loses_nothing(keep: float, seed: int
                 moved = old.values + 0.05 * rng.standard_normal(size).astype(np.float32)
                 new = island.copy(FRAGMENT, moved)
                 merged = push is not None and rng.random() < 0.5
-                island.adopt(FRAGMENT, Adoption(old, new, push, keep, merged))
+                adopt(island, Adoption(old, new, push, keep, merged))
                 mine = coded(push).astype(np.float64)
                 twin = new.values + keep * (twin - old.values + mine) - mine
                 if merged:
@@ -89,7 +93,7 @@ def test_the_rule_equals_its_plain_twin_and_loses_nothing(keep: float, seed: int
                     merges += 1
                 old = new
             case _:
-                push = island.snapshot(FRAGMENT, old, 0, SETTINGS)()
+                push = island.snapshot(FRAGMENT, old, 0, SETTINGS)(map)
         params = island.read(FRAGMENT)
         np.testing.assert_allclose(params, twin, rtol=1e-5, atol=2e-6)
         if keep == 1.0:
@@ -97,14 +101,43 @@ def test_the_rule_equals_its_plain_twin_and_loses_nothing(keep: float, seed: int
     assert merges > 1
 
 
-def test_a_copy_that_is_taken_outright_has_the_published_bits() -> None:
-    """Holds `TorchIsland.adopt`."""
-    island = TorchIsland(Parameters(Model()))
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adoption_that_keeps_nothing_has_the_prepared_bits(
+    dtype: torch.dtype, on_device: bool
+) -> None:
+    """Without a push to subtract that is the new copy itself, and nothing is computed."""
+    island = TorchIsland(Parameters(Model(dtype, device=DEVICE[on_device])), on_device=on_device)
     rng = np.random.default_rng(0)
     values = rng.standard_normal(FRAGMENT.elements).astype(np.float32)
     old = filled(island, np.full_like(values, np.nan))
-    island.adopt(FRAGMENT, Adoption(old, island.copy(FRAGMENT, values), None, 0.0, False))
-    assert island.read(FRAGMENT).tobytes() == values.tobytes()
+    new = island.copy(FRAGMENT, values)
+    prepared = island.prepare(FRAGMENT, Adoption(old, new, None, 0.0, False))
+    assert prepared.out is new.rounded
+    island.adopt(FRAGMENT, prepared)
+    rounded = torch.from_numpy(values).to(dtype).to(torch.float32)
+    assert island.read(FRAGMENT).tobytes() == rounded.numpy().tobytes()
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.3, 0.5, 1.0])
+def test_two_parts_of_the_rule_differ_from_one_by_the_last_bit_of_float32(keep: float) -> None:
+    """Holds `TorchIsland.prepare`, `TorchIsland.adopt`."""
+    rng = np.random.default_rng(3)
+    for merged in (False, True):
+        parameters = Parameters(Model())
+        island = TorchIsland(parameters)
+        start = rng.standard_normal(FRAGMENT.elements).astype(np.float32)
+        old = filled(island, start)
+        parameters.write(FRAGMENT, start + np.float32(1e-3) * start[::-1])
+        push = island.snapshot(FRAGMENT, old, 0, SETTINGS)(map)
+        before = island.read(FRAGMENT)
+        new = island.copy(FRAGMENT, start * np.float32(1.01))
+        adopt(island, Adoption(old, new, push, keep, merged))
+        mine = coded(push)
+        params = new.values + np.float32(keep) * (before - old.values + mine)
+        params -= np.float32(0.0) if merged else mine
+        largest = np.abs([new.values, old.values, before, mine]).max(axis=0)
+        assert (np.abs(island.read(FRAGMENT) - params) <= np.spacing(largest)).all()
 
 
 def test_parameters_that_are_not_finite_are_not_pushed_from_a_gpu() -> None:
@@ -115,7 +148,7 @@ def test_parameters_that_are_not_finite_are_not_pushed_from_a_gpu() -> None:
     with torch.no_grad():
         model.v[2, 3] = float("nan")
     with pytest.raises(LocalProtocolError) as caught:
-        island.snapshot(FRAGMENT, old, 0, SETTINGS)()
+        island.snapshot(FRAGMENT, old, 0, SETTINGS)(map)
     assert caught.value.code is ErrorCode.NOT_FINITE
 
 
@@ -128,17 +161,17 @@ def test_the_rounding_of_parameters_does_not_travel(dtype: torch.dtype, on_devic
     rng = np.random.default_rng(1)
     old = filled(island, rng.standard_normal(FRAGMENT.elements).astype(np.float32))
     new = island.copy(FRAGMENT, rng.standard_normal(FRAGMENT.elements).astype(np.float32))
-    island.adopt(FRAGMENT, Adoption(old, new, None, 0.5, False))
-    push = island.snapshot(FRAGMENT, new, 1, SETTINGS)()
+    adopt(island, Adoption(old, new, None, 0.5, False))
+    push = island.snapshot(FRAGMENT, new, 1, SETTINGS)(map)
     assert not coded(push).any()
     with torch.no_grad():
         model.w.add_(1.0)
-    push = island.snapshot(FRAGMENT, new, 1, SETTINGS)()
+    push = island.snapshot(FRAGMENT, new, 1, SETTINGS)(map)
     moved = np.flatnonzero(coded(push))
     assert moved.size and moved.max() < 30 * 70
 
 
-@pytest.mark.parametrize("codec", ["int4-zstd", "int8-zstd", "f32-blosc2"])
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_gpu_path_has_the_bits_of_the_cpu(codec: CodecName, transposed: bool) -> None:
     """Payloads, and parameters after adoptions, bit for bit; without a GPU on its twin."""
@@ -154,11 +187,11 @@ def test_the_gpu_path_has_the_bits_of_the_cpu(codec: CodecName, transposed: bool
         island = TorchIsland(parameters, on_device=on_device)
         old = filled(island, start)
         parameters.write(FRAGMENT, start + work)
-        push = island.snapshot(FRAGMENT, old, 0, settings)()
+        push = island.snapshot(FRAGMENT, old, 0, settings)(map)
         bits = [chunk.payload for chunk in push.chunks]
         for merged in (False, True):
             new = island.copy(FRAGMENT, old.values * np.float32(1.01))
-            island.adopt(FRAGMENT, Adoption(old, new, push, 0.5, merged))
+            adopt(island, Adoption(old, new, push, 0.5, merged))
             bits.append(island.read(FRAGMENT).tobytes())
             old = new
         results.append(bits)

@@ -2,8 +2,12 @@
 
 import gc
 import weakref
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from runpy import run_path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import pytest
 import torch
@@ -93,6 +97,36 @@ class Accelerated(torch.optim.Optimizer):
         return self.optimizer.param_groups
 
 
+class Container(torch.optim.Optimizer):
+    """torchtitan's container: an Optimizer whose constructor ran, and that never has a state."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = list(optimizers)
+        groups = [group for each in optimizers for group in each.param_groups]
+        super().__init__([tensor for group in groups for tensor in group["params"]], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def test_a_container_is_not_taken_for_the_optimizers_that_it_holds() -> None:
+    """Holds `bare_optimizers`: by the container's own empty state each restart would warm up."""
+    layer = nn.Linear(2, 2)
+
+    def contained() -> Container:
+        return Container(torch.optim.AdamW(layer.parameters(), betas=(0.9, 0.95)))
+
+    container = contained()
+    assert loop.bare_optimizers(container) == container.optimizers
+    assert loop.ramp_steps(loop.bare_optimizers(container)) == 20
+    layer(torch.ones(2)).sum().backward()
+    container.step()
+    loaded = contained()
+    loaded.optimizers[0].load_state_dict(container.optimizers[0].state_dict())
+    assert loop.ramp_steps(loop.bare_optimizers(loaded)) == 0
+
+
 def test_optimizers_in_lists_and_wrappers() -> None:
     """Holds `bare_optimizers`."""
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
@@ -110,13 +144,64 @@ def test_optimizers_in_lists_and_wrappers() -> None:
 def test_the_length_of_the_ramp() -> None:
     """Holds `ramp_steps`."""
     parameters = list(nn.Linear(2, 2).parameters())
-    adam = torch.optim.AdamW(parameters, betas=(0.9, 0.99))
+    adam = torch.optim.AdamW(parameters, betas=(0.9, 0.999))
     momentum = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     plain = torch.optim.SGD(parameters, lr=0.1)
     assert loop.ramp_steps([plain]) == 0
-    assert loop.ramp_steps([momentum]) == loop.RAMP_STEPS_MIN
-    assert loop.ramp_steps([plain, adam]) == 100
+    assert loop.ramp_steps([momentum]) == 20
+    assert loop.ramp_steps([plain, adam]) == 20, "whatever its beta2"
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     adam.step()
     assert loop.ramp_steps([adam]) == 0, "it has its state"
+
+
+class Killed(Exception):
+    """Ends a life of the example."""
+
+
+class DoomedLearner:
+    """Stands in for a Learner whose process is killed after `STEPS` steps."""
+
+    STEPS = 20
+    rows: ClassVar[list[bytes]] = []
+    """The rows that all lives have trained on."""
+    began_warm: ClassVar[list[bool]] = []
+    """Whether the optimizer of each life had its state at the beginning of the block."""
+    progress = 0.0
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+        self.began_warm.append(bool(optimizer.state))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def until_end(self, loader: Iterator[Tensor]) -> Iterator[Tensor]:
+        for batch in islice(loader, self.STEPS):
+            self.rows.extend(row.numpy().tobytes() for row in batch)
+            yield batch
+        raise Killed
+
+    def log(self, tokens: int, loss: Tensor) -> None:
+        pass
+
+
+def test_a_life_of_the_example_goes_on_in_the_data_where_the_one_before_was_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    example = run_path(str(Path(__file__).parents[2] / "examples" / "train.py"))
+    train, saved_every = example["train"], 4
+    monkeypatch.setitem(train.__globals__, "Learner", DoomedLearner)
+    monkeypatch.setitem(train.__globals__, "SAVED_EVERY", saved_every)
+    for _ in range(3):
+        with pytest.raises(Killed):
+            train("site-a")
+    rows = DoomedLearner.rows
+    assert len(rows) == 3 * DoomedLearner.STEPS * example["BATCH"]
+    repeats = len(rows) - len(set(rows))
+    assert repeats <= 2 * (saved_every - 1) * example["BATCH"], "without: two lives of three"
+    assert DoomedLearner.began_warm == [False, True, True]

@@ -1,5 +1,6 @@
 """The last inputs of both machines: played again they lead to the same decisions."""
 
+import json
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -61,6 +62,19 @@ def test_a_file_that_was_changed_is_refused(
     (tmp_path / "inputs").write_bytes(text.replace(old, new, 1))
     assert narrows.run("debug", "replay", str(tmp_path / "inputs")) == code
     assert said in narrows.out + narrows.err
+
+
+def test_the_last_inputs_are_printed_and_all_are_played(narrows: Narrows, tmp_path: Path) -> None:
+    """Holds `replay`."""
+    desk = running("a")
+    text = desk.syncer.recorder.text()
+    (tmp_path / "inputs").write_bytes(text)
+    assert narrows.run("debug", "replay", str(tmp_path / "inputs"), "--last", "1") == 0
+    inputs = sum(len(json.loads(line)) > 1 for line in text.splitlines()[1:])
+    printed = [line for line in narrows.out.splitlines() if not line.startswith("  ")]
+    assert [line.split()[0] for line in printed] == [str(inputs), "Inputs"]
+    assert narrows.run("debug", "replay", str(tmp_path / "none")) == 2
+    assert "none" in narrows.err and "the log" in narrows.err
 
 
 def test_an_assertion_in_a_running_machine_leaves_the_file(

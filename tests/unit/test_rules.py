@@ -18,7 +18,7 @@ from narrows.proto.layout import build_table
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("proto", "broker", "learner", "bench")
 
-STATEMENTS_MAX = {"proto": 2000, "broker": 4375, "learner": 2200, "bench": 3155, "tests": 8375}
+STATEMENTS_MAX = {"proto": 2226, "broker": 5340, "learner": 3220, "bench": 3217, "tests": 10030}
 """Statements of a folder without docstrings. Lines are free: a cap of lines packs the code.
 To record inputs and play them again has an allowance of its own in these numbers."""
 
@@ -107,12 +107,22 @@ STRUCTURES = (
     msg.Layout,
     msg.Header,
     msg.Contributor,
+    msg.LearnerStatus,
+    msg.FragmentStatus,
+    msg.RefusalStatus,
+    msg.MergeStatus,
+    msg.QuorumStatus,
+    msg.LineStatus,
+    msg.DiskStatus,
+    msg.ProcessStatus,
+    msg.SettingsStatus,
 )
 CODE = {each.__name__: each for each in (*get_args(msg.ControlMessage), *STRUCTURES)}
 
 
 def test_messages_and_structures_have_the_fields_and_types_of_the_page_in_its_order() -> None:
     page = structures("message") | structures("structure") | structures("header")
+    page |= structures("status")
     explained = {name.strip() for cells in tables("type") for name in cells[0].split(",")}
     assert page.keys() == CODE.keys() and explained <= vars(msg).keys()
     for name, fields in page.items():

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import astuple, replace
 
 from narrows.learner.effects import Adopt, Assemble, Effect, Note, SendChunks, Snapshot
+from narrows.learner.fragment import Pushed
 from narrows.learner.session import Session
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, LocalProtocolError
@@ -256,6 +257,8 @@ def test_a_run_that_cannot_be_joined_is_refused_with_the_remedy() -> None:
 def test_a_name_in_use_is_waited_out_for_ten_seconds_of_one_refusal() -> None:
     seat = Seat()
     seat.refuse("name_in_use")
+    (note,) = [each.text for each in seat.log if isinstance(each, Note)]
+    assert note == "name_in_use: no. do so; trying again"
     seat.wait(9.0)
     seat.welcome()  # It became free in time.
     seat.take(object)
@@ -767,16 +770,22 @@ def test_a_slow_learner_pushes_at_every_boundary_and_keeps_everything() -> None:
     assert [each.base for each in seat.take(Snapshot) if each.fragment == 0] == [2]
 
 
-def test_work_of_an_absence_is_given_up_but_its_waiting_push_is_not() -> None:
+@pytest.mark.parametrize(("period_s", "is_warned_of"), [(0.02, False), (2.0, True)])
+def test_work_of_an_absence_is_given_up_but_its_waiting_push_is_not(
+    period_s: float, is_warned_of: bool
+) -> None:
+    """Where a period is as short as a hiccup of the machine, a healthy run does not warn of it."""
     seat = waiting()
-    seat.step(9)
+    seat.step(9, after_s=0.001)
     for absence in (1, 2):
-        seat.told(heads=(2 * absence, 2 * absence))
+        seat.told(heads=(2 * absence, 2 * absence), period_s=period_s)
         for fragment in range(2):
             for version in (2 * absence - 1, 2 * absence):
                 seat.publish(fragment, version)
-            seat.step(10)
-        assert seat.noted() == ["given_up"], "once for an absence, whatever the fragments"
+            seat.step(10, after_s=0.001)
+        (note,) = seat.take(Note)  # Once for an absence, whatever the fragments.
+        assert note.event == "given_up" and note.warning is is_warned_of
+        assert ("raise fragments.sync_period_steps" in note.text) is not is_warned_of
     first = seat.take(Adopt)[0]
     assert first == Adopt(0, 2, 1, 0.0, merged=False)
     assert seat.session.parts[0].push_id == 1 and seat.session.parts[0].lost_tokens > 9 + 10
@@ -791,6 +800,28 @@ def test_nothing_is_kept_in_the_ramp_of_a_newcomer() -> None:
     seat.step()
     assert [each.keep for each in seat.take(Adopt)] == [0.0, 0.5]
     assert not seat.noted(), "it is meant so"
+
+
+@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.ENDING])
+def test_a_learner_that_leaves_with_foreign_weights_pushes_none_of_them(phase: Phase) -> None:
+    """The push that is on its way was its own work, and its outcome is waited for."""
+    seat = waiting()
+    seat.step(9)
+    seat.told(phase=phase)
+    seat.session.disown()
+    seat.leave()
+    seat.rest()
+    seat.publish(0, 1, 1)
+    seat.rest()
+    assert not seat.take((Snapshot, Adopt)) and seat.noted().count("swapped") == 1
+    own, other = seat.session.parts
+    assert own.pushed is Pushed.MERGED and own.push_id == 1, "but it is heard of"
+    assert (own.lost_tokens, other.lost_tokens) == (9, 17)
+    left = seat.session.ended
+    assert left is (phase is Phase.RUNNING)
+    seat.told(phase=Phase.ENDED)
+    seat.rest()
+    assert len(seat.take(Adopt)) == (0 if left else 2), "the final model is everybody's"
 
 
 def test_due_is_true_one_step_ahead_of_a_push_and_of_an_adoption_and_false_between_them() -> None:
@@ -863,7 +894,30 @@ def test_the_work_of_a_push_that_fails_counts_as_unpushed_again(how: str) -> Non
     assert seat.take(Snapshot) == [Snapshot(0, 2, 0)]
     seat.session.encoded(0, 2, seat.now)
     seat.step()
-    assert seat.take(msg.Push)[-1] == msg.Push(0, 2, 0, 17, 2)
+    assert seat.take(msg.Push)[-1] == msg.Push(0, 2, 0, 17, 2, loss=2.5)
+
+
+def test_a_push_tells_the_mean_of_the_losses_since_the_snapshot_before_it() -> None:
+    seat = joined()
+
+    def pushed(*losses: float | None) -> float | None:
+        """The loss of the first fragment's push after steps with these losses."""
+        for loss in losses:
+            if loss is losses[-1]:
+                seat.told(collecting=(0,))
+            seat.session.boundary(8, loss, seat.now)
+            seat.done()
+        seat.encode()
+        version = seat.heads[0] + 1
+        seat.publish(0, version, seat.session.parts[0].push_id)
+        seat.told(heads=(version, 0))
+        seat.rest()
+        return seat.take(msg.Push)[-1].loss
+
+    assert pushed(4.0, None, 2.0) == 3.0, "a step that logged none does not count"
+    assert pushed(math.nan, 1.5) == 1.5, "one number is no number, and hides no other"
+    assert pushed(None) is None
+    assert seat.session.parts[1].losses_before.number == 0, "the other fragment has pushed none"
 
 
 @pytest.mark.parametrize("passed_by", [False, True])
@@ -962,6 +1016,7 @@ def test_a_learner_that_leaves_pushes_what_is_left_and_waits_for_the_outcome() -
     assert not seat.session.ended
     seat.publish(1, 1, 2)
     assert seat.session.ended and seat.take(msg.Bye) == [msg.Bye("the loop has ended")]
+    assert seat.session.merged_tokens == 8, "though it adopts no version any more"
 
 
 def test_a_learner_gives_up_when_nothing_moves() -> None:

@@ -1,4 +1,4 @@
-"""Whole runs in virtual time with every fault: twelve checkers are silent, and each can speak."""
+"""Whole runs in virtual time with every fault: thirteen checkers are silent, and each can speak."""
 
 import pytest
 

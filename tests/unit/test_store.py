@@ -551,9 +551,9 @@ def test_a_merge_with_other_bits_is_noticed(stopped: Run, monkeypatch: pytest.Mo
 
 def test_a_database_that_is_none_or_another_ones(stopped: Run, tmp_path: Path) -> None:
     folder = stopped.folder
-    change(folder, "PRAGMA user_version = 2")
+    change(folder, "PRAGMA user_version = 3")
     error = refusal(folder)
-    assert (error.expected, error.got) == ("user_version 1", "2")
+    assert (error.expected, error.got) == ("user_version 2", "3")
     (folder / "run.db").write_bytes(b"x" * 5000)
     assert "run.db" in str(refusal(folder)) and "not a database" in refusal(folder).got
     (folder / "run.db").unlink()
@@ -562,8 +562,32 @@ def test_a_database_that_is_none_or_another_ones(stopped: Run, tmp_path: Path) -
         db.execute("CREATE TABLE theirs (x)")
     assert refusal(folder).got == "0"
     with closing(sqlite3.connect(folder / "run.db")) as db:
-        db.execute("PRAGMA user_version = 1")
-    assert refusal(folder).got == "1", "the number of our schema, and none of our tables"
+        db.execute("PRAGMA user_version = 2")
+    assert refusal(folder).got == "2", "the number of our schema, and none of our tables"
+
+
+def test_a_run_that_began_before_pushes_had_losses_goes_on(stopped: Run) -> None:
+    """Holds `Store.commit` and `row_digest`."""
+    folder = stopped.folder
+    change(folder, "ALTER TABLE contributions DROP COLUMN loss")
+    change(folder, "PRAGMA user_version = 1")
+
+    def losses() -> list[float | None]:
+        with closing(History(folder)) as history:
+            assert not history.audit().problems
+            return [point.loss for point in history.curve()]
+
+    old = losses()
+    assert old == [None] * 16, "it is read as it is"
+    stopped.store = Store(folder)
+    version = next_version(stopped.head(1))
+    pushes = tuple(replace(push, loss=2.5) for push in version.round_.contributions)
+    stopped.commit(replace(version, round_=replace(version.round_, contributions=pushes)))
+    stopped.starts_again()
+    assert losses() == [*old, 2.5, 2.5]
+    change(folder, "UPDATE contributions SET loss = 1.0 WHERE loss AND learner = 'site-a'")
+    with closing(History(folder)) as history:
+        assert len(history.audit().problems) == 1, "a loss is a fact of its row"
 
 
 def test_an_empty_or_a_fresh_database_never_costs_the_files_of_a_run(

@@ -2,8 +2,8 @@
 status tells of learners, and their rates; and the end: one last round per fragment, and who is
 waited for."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import pytest
@@ -18,6 +18,8 @@ from narrows.proto.messages import Role
 from narrows.proto.timing import RETURN_S
 from narrows.proto.units import BitRate
 from narrows.proto.wire import encode_control, unpack_layout
+
+T = TypeVar("T")
 
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"protocol": 99}, "protocol_version", "same version"),
@@ -73,10 +75,10 @@ def test_learners_of_another_run_are_named_once_each_and_come_back() -> None:
     assert refusal.code in RETRIED and refusal.message.startswith("this broker holds another run")
     assert (refusal.expected, refusal.got) == (f"run {RUN}", f"run {'x' * 80}")
     assert not desk.noted("refused") and len(desk.noted("other_run")) == 2
-    text, shown = desk.noted("other_run")[0].text, desk.status["waiting_for"]
+    text, shown = desk.noted("other_run")[0].text, desk.status.waiting_for
     assert shown[0] == f"its operator: {text}" and "which is empty: was the state dir" in text
     desk.pass_(60.0)
-    assert len(desk.status["waiting_for"]) == 1
+    assert len(desk.status.waiting_for) == 1
     desk.hello("site-a", run_id="x")
     assert len(desk.noted("other_run")) == 3, "after a minute without it that is news again"
 
@@ -91,7 +93,7 @@ def test_a_name_is_free_after_three_silent_seconds() -> None:
     assert isinstance(desk.hello("a", 2), msg.Welcome)
     # What the old process pushed completely counts, what it had only announced is gone.
     assert desk.take(ev.Drop) == [ev.Drop(1, incarnation("a"), 2)]
-    assert desk.status["learners"]["a"]["incarnation"] == incarnation("a", 2)
+    assert desk.status.learners["a"].incarnation == incarnation("a", 2)
 
 
 def test_a_connection_belongs_to_who_said_hello_last_and_a_learner_to_its_newest_one() -> None:
@@ -134,7 +136,7 @@ def test_only_the_newest_names_are_remembered(monkeypatch: pytest.MonkeyPatch) -
         desk.hello(f"n{i}")
         desk.leave(f"n{i}")
         desk.now += 1.0
-    assert list(desk.status["learners"]) == ["keeper", "n4", "n5"]
+    assert list(desk.status.learners) == ["keeper", "n4", "n5"]
 
 
 def test_an_operator_who_stops_the_broker_sends_everybody_away() -> None:
@@ -142,7 +144,7 @@ def test_an_operator_who_stops_the_broker_sends_everybody_away() -> None:
     desk.take(ev.Send)
     desk.do(desk.syncer.stop, "maintenance")
     assert [bye.reason for bye in desk.told(msg.Bye)] == ["maintenance"] * 2
-    assert desk.status["waiting_for"] == ["nobody: the broker stops (maintenance)"]
+    assert desk.status.waiting_for == ("nobody: the broker stops (maintenance)",)
     desk.pass_(5.0, "a", "b", steps_per_s=10)
     assert not desk.take(ev.MergeRound)
 
@@ -161,7 +163,7 @@ def test_the_first_or_the_named_learner_seeds_and_the_others_wait() -> None:
     assert first.beat.heads == () and first.beat.phase is msg.Phase.SEEDING
     desk.seed("b")
     assert [each for each in desk.log if isinstance(each, ev.Seed)] == [ev.Seed(LAYOUT)]
-    assert desk.status["waiting_for"] == ["learners: 2 of 3 have joined"]
+    assert desk.status.waiting_for == ("learners: 2 of 3 have joined",)
     desk.take(ev.Send)
     desk.hello("c")
     welcomes = desk.told(msg.Welcome)
@@ -169,7 +171,7 @@ def test_the_first_or_the_named_learner_seeds_and_the_others_wait() -> None:
     assert welcomes[-1].beat.heads == (0, 0, 0, 0)
     named = Desk(configure(run={"seeder": "b"}))
     assert named.hello("a").role is Role.WAIT
-    assert named.status["waiting_for"] == ["b to join and send version 0"]
+    assert named.status.waiting_for == ("b to join and send version 0",)
     assert named.hello("b").role is Role.SEED
 
 
@@ -192,7 +194,7 @@ def test_the_next_learner_seeds_if_the_first_one_dies(noticed_by: str) -> None:
     assert [each.role for each in desk.told(msg.Welcome, "b")] == [Role.SEED]
     assert not desk.seed_chunk("a", 2, 1)
     desk.seed("b")
-    assert desk.status["phase"] == "running"
+    assert desk.status.phase == "running"
 
 
 def test_a_lone_seeding_learner_goes_on_after_a_silence_and_may_be_another_process() -> None:
@@ -246,8 +248,8 @@ def test_a_connection_that_had_another_key_does_not_speak_for_its_learner() -> N
         effects = desk.do(desk.syncer.control, desk.peer("site-a"), "site-b", message)
         sent = [each.message for each in effects if isinstance(each, ev.Send)]
         assert not any(isinstance(each, msg.Refuse) for each in sent), sent
-    learner = desk.status["learners"]["site-a"]
-    assert learner["state"] == "training" and learner["logged_tokens"] == 100
+    learner = desk.status.learners["site-a"]
+    assert learner.state == "training" and learner.logged_tokens == 100
 
 
 # The status: what people see, and who is waited for.
@@ -258,45 +260,84 @@ def test_the_status_of_a_run() -> None:
     desk.push("a", 0, 1)
     desk.push("b", 0, 1, tokens=3000)
     desk.report("b", 20, bases=(0, 0, 0, -1))
+    desk.report("a", 20, bases=(0,) * 4)
     status = desk.status
-    assert status["phase"] == "running" and status["versions"] == [1, 0, 0, 0]
-    assert (status["run_tokens"], status["merges"], status["contributions"]) == (1000, 1, 2)
-    learner = status["learners"]["a"]
-    assert (learner["logged_tokens"], learner["merged_tokens"]) == (250, 250)
-    assert (learner["state"], learner["steps_per_s"]) == ("training", 10.0)
-    assert learner["versions_behind"] == 1
-    assert status["learners"]["b"]["state"] == "joining"
+    assert status.phase == "running"
+    assert [each.version for each in status.fragments] == [1, 0, 0, 0]
+    assert (status.run_tokens, status.merges, status.contributions) == (1000, 1, 2)
+    learner = status.learners["a"]
+    assert (learner.logged_tokens, learner.merged_tokens) == (250, 250)
+    assert (learner.state, learner.steps_per_s) == ("training", 10.0)
+    assert learner.versions_behind == 1
+    assert status.learners["b"].state == "joining"
     desk.report("a", 30, bases=(9, 0, 0, 0))
-    assert desk.status["learners"]["a"]["versions_behind"] == 0
+    assert desk.status.learners["a"].versions_behind == 0
     assert desk.syncer.state.members.by_name["a"].bases == (1, 0, 0, 0), "not ahead of the run"
-    message = msg.Status(status)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=msg.Status) == message
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(status), type=msg.Status) == status
+
+
+class Untouched(tuple[int, ...]):
+    """Versions by fragment that must not be looked at."""
+
+    def __iter__(self) -> NoReturn:
+        raise AssertionError("a status looks at each fragment of each learner")
+
+    __eq__ = __getitem__ = __iter__  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Counted(list[T]):
+    """A list that counts how often it is gone through."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[T]:
+        self.times += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("learners", [2, 40])
+def test_a_status_looks_once_at_each_learner_and_fragment(learners: int) -> None:
+    """Holds `status`: at 1,000 learners and 100 fragments the pairs would hold the loop up."""
+    desk = running(*(f"site-{number}" for number in range(learners)))
+    state = desk.syncer.state
+    desk.announce("site-0", 0, 1)
+    desk.now += 20.0
+    for each in state.members:
+        each.heard_at = desk.now
+        each.versions_behind = 1
+        each.bases = Untouched(each.bases)
+    state.rounds = counted = Counted(state.rounds)
+    assert len(desk.status.learners) == learners
+    assert counted.times <= 6
 
 
 def test_a_learner_is_paused_silent_lost_or_gone() -> None:
     desk = running("a", "b", "site/0")
     desk.report("a", 20, paused="evaluating")
     desk.do(desk.syncer.revoked, ["site"])
-    assert desk.status["learners"]["site/0"]["state"] == "key revoked"
+    assert desk.status.learners["site/0"].state == "key revoked"
     (note,) = desk.noted("revoked")
     assert note.text.startswith("the key of site/0 was revoked: it is cut off until")
     assert note.warning and note.fields == {"learner": "site/0"}
     assert desk.hello("site/0", peer="site/0:1").role is msg.Role.ADOPT, "it has a key again"
     desk.leave("site/0")
-    states = [desk.status["learners"]["a"]["state"]]
+    paused = desk.status.learners["a"]
+    assert (paused.state, paused.reason, paused.paused_s) == ("paused", "evaluating", 0.0)
+    states = [paused.state]
     for seconds in (3.0, 27.0):
         desk.pass_(seconds, "b")
-        states.append(desk.status["learners"]["a"]["state"])
+        states.append(desk.status.learners["a"].state)
     (note,) = desk.noted("lost")
     assert note.warning and "a was not heard for 30 s" in note.text and "process" in note.text
     desk.report("a", 20)
     assert desk.told(msg.Bye, "a"), "its connection is gone: it says Hello again"
     desk.leave("b")
-    states.append(desk.status["learners"]["b"]["state"])
-    assert states == ["paused: evaluating", "silent", "lost", "left"]
-    assert desk.status["waiting_for"] == ["learners: none is here"]
+    states.append(desk.status.learners["b"].state)
+    assert states == ["paused", "silent", "lost", "left"]
+    assert desk.status.waiting_for == ("learners: none is here",)
     desk.hello("c")
-    assert desk.status["waiting_for"] == ["learners: c to fetch the model"]
+    assert desk.status.waiting_for == ("learners: c to fetch the model",)
 
 
 def test_a_firewall_in_the_way_is_named_once() -> None:
@@ -308,7 +349,7 @@ def test_a_firewall_in_the_way_is_named_once() -> None:
         desk.chunk("b", 0, 1, chunk)
     (hint,) = desk.noted("no_data")
     assert "a firewall close port 7071" in hint.text
-    assert desk.status["learners"]["a"]["hint"] and not desk.status["learners"]["b"]["hint"]
+    assert desk.status.learners["a"].hint and not desk.status.learners["b"].hint
 
 
 @pytest.mark.parametrize(
@@ -335,8 +376,8 @@ def test_a_closed_downlink_is_named_once_and_nobody_blamed_for_it(
     texts = [note.text for note in desk.noted("no_version") if note.warning]
     assert len(texts) == suspected
     assert all("does a firewall close port 7072 (downlink) of the broker" in each for each in texts)
-    assert desk.status["learners"]["b"]["hint"].startswith("b has taken no") is suspected
-    about = [line for line in desk.status["waiting_for"] if "b" in line.split(" to push")[0]]
+    assert desk.status.learners["b"].hint.startswith("b has taken no") is suspected
+    about = [line for line in desk.status.waiting_for if "b" in line.split(" to push")[0]]
     assert ("new versions to reach b" in about) is suspected
     assert not suspected or len(about) == 1, "b is not blamed"
 
@@ -361,7 +402,7 @@ def test_a_status_of_a_full_run_with_the_longest_texts_can_be_read() -> None:
         name = f"{'s' * 48}/{number:015d}"
         desk.hello(name)
         desk.report(name, 10, paused=longest)
-    frames = encode_control(msg.Status(desk.status))
+    frames = encode_control(desk.status)
     assert longest[:80].encode() in frames[1] and len(frames[1]) < msg.CONTROL_BYTES_MAX / 2
     (left,) = [each for each in desk.send(name, msg.Bye(longest)) if isinstance(each, ev.Note)]
     assert left.text.endswith(longest[:80]) and longest[:81] not in left.text
@@ -375,7 +416,7 @@ def desk_with(**wan: float) -> Desk:
 
 
 def rates(desk: Desk, names: Iterable[str]) -> list[float]:
-    return [desk.status["learners"][name]["up_bits_per_s_granted"] for name in names]
+    return [desk.status.learners[name].up_bits_per_s_granted for name in names]
 
 
 @pytest.mark.parametrize(
@@ -454,7 +495,7 @@ def at_goal(*names: str) -> Desk:
     desk.take(ev.Send)
     for name in names:
         desk.push(name, 0, 1, tokens=4000 // len(names) + 1)
-    assert len(desk.noted("goal")) == 1 and desk.status["phase"] == "ending"
+    assert len(desk.noted("goal")) == 1 and desk.status.phase == "ending"
     return desk
 
 
@@ -485,7 +526,7 @@ def test_every_fragment_gets_a_last_round_and_everybody_the_final_model() -> Non
     desk.pass_(1.0, "a", "b")
     beat = desk.told(msg.Beat, "a")[-1]
     assert beat.phase is msg.Phase.ENDED and beat.heads == (2, 1, 1, 1)
-    assert desk.status["waiting_for"] == ["a, b to adopt the final model"]
+    assert desk.status.waiting_for == ("a, b to adopt the final model",)
     desk.leave("a")
     desk.report("b", 30)
     assert not events(desk), "b holds the heads, and may not know yet that they are final"
@@ -498,7 +539,7 @@ def test_every_fragment_gets_a_last_round_and_everybody_the_final_model() -> Non
 def test_the_end_does_not_wait_for_a_learner_whose_key_was_revoked() -> None:
     desk = at_goal("a", "b")
     desk.report("a", 30, bases=BEHIND, finished=ALL)
-    assert events(desk) == [] and "b" in str(desk.status["waiting_for"])
+    assert events(desk) == [] and "b" in str(desk.status.waiting_for)
     desk.do(desk.syncer.revoked, ["b"])
     assert events(desk) == ["CommitEnd"]
     desk.leave("a")
@@ -509,12 +550,12 @@ def test_a_learner_that_stands_still_costs_30_s_in_all_and_is_named() -> None:
     desk = at_goal("a", "b")
     hang(desk, 29)
     assert events(desk) == []
-    assert desk.status["waiting_for"][0] == "b to push fragment 0"
+    assert desk.status.waiting_for[0] == "b to push fragment 0"
     hang(desk, 1)
     assert events(desk) == ["CommitEnd"]
     hang(desk, 29)
     assert events(desk) == ["CommitEnd"], "a is waited for anew: it owes no push"
-    assert desk.status["waiting_for"] == ["a to adopt the final model"]
+    assert desk.status.waiting_for == ("a to adopt the final model",)
     desk.leave("a")
     assert desk.take(ev.Finish) == [ev.Finish(("b (fragment 0)",))]
 
@@ -552,7 +593,7 @@ def test_a_full_disk_at_the_end_takes_nobodys_time() -> None:
         desk.report("c", 10, bases=BEHIND)
     assert events(desk) == ["CommitEnd"]
     desk.do(desk.syncer.done, ev.CommitEnd())
-    assert desk.status["waiting_for"] == ["a, b to adopt the final model"]
+    assert desk.status.waiting_for == ("a, b to adopt the final model",)
 
 
 def test_a_learner_that_is_cut_off_at_the_end_may_come_back() -> None:
@@ -610,7 +651,7 @@ def test_an_ended_run_hands_out_its_final_model() -> None:
     assert (welcome.role, welcome.beat.phase) == (msg.Role.ADOPT, msg.Phase.ENDED)
     assert welcome.beat.digests == (99,) * 4, "or what a relay has altered would be final"
     desk.pass_(25.0, "a")
-    assert events(desk) == [] and "for another 5 s" in desk.status["waiting_for"][0]
+    assert events(desk) == [] and "for another 5 s" in desk.status.waiting_for[0]
     desk.report("a", 0)
     desk.pass_(6.0, "a")
     assert events(desk) == ["Finish"]

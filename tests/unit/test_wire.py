@@ -44,10 +44,10 @@ CONTROL: tuple[msg.ControlMessage, ...] = (
     msg.Fetch(msg.DataKind.STATE, 0, 0, 0, ((0, 1),)),
     msg.Report(steps=4, tokens=64, loss=1.5, bases=(0,), paused="evaluating", finished=(0,)),
     BEAT,
-    msg.Push(fragment=0, push_id=1, base=0, tokens=48, steps=3),
+    msg.Push(fragment=0, push_id=1, base=0, tokens=48, steps=3, loss=2.5),
     msg.Refuse("bad_payload", "zstd frame", "one whole frame", "damage", "", 0, 1),
     msg.AskStatus(),
-    msg.Status({"phase": "running", "learners": [{"name": "site-a/0", "tokens": 64}]}),
+    msg.Status(phase="running", learners={"site-a/0": msg.LearnerStatus(steps=64)}),
     msg.Bye("the run has ended"),
 )  # fmt: skip
 

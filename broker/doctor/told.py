@@ -1,0 +1,50 @@
+"""Checks of the run, by what the broker tells of it in a Status. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from narrows.broker.cli.plan import payload_bits
+from narrows.broker.doctor.findings import Finding, failed, ok, unknown
+from narrows.proto.codec import CODECS
+from narrows.proto.errors import ErrorCode
+from narrows.proto.messages import Status
+
+NAME: Final = (
+    ErrorCode.NAME_IN_USE,
+    ErrorCode.BAD_NAME,
+    ErrorCode.KEY_NAME,
+    ErrorCode.KEY_REFUSED,
+)
+MODEL: Final = (ErrorCode.LAYOUT_DIFFERS, ErrorCode.PROTOCOL_VERSION, ErrorCode.NOT_FINITE_SEED)
+RUN: Final = (ErrorCode.WRONG_RUN, ErrorCode.OVER_CAPACITY)
+"""Refusals that end a learner, or keep it out: by what its user has to look at."""
+
+
+def refusals(status: Status, name: str, *codes: ErrorCode) -> Finding:
+    """Nobody of a name was refused lately with one of these codes; "" stands for all names."""
+    for each in reversed(status.refused):
+        if each.code in codes and name in ("", each.learner):
+            remedy = ErrorCode(each.code).remedy or "narrows keys allow, with the site's line"
+            return failed(f"{each.text} ({each.times} times, {each.ago_s:.0f} s ago)", remedy)
+    return ok("nobody was refused for it in the last ten minutes")
+
+
+def data(status: Status, name: str) -> Finding:
+    """The data of the learners that are here move in both directions."""
+    hints = [each.hint for one, each in status.learners.items() if each.hint and name in ("", one)]
+    if hints:
+        return failed(" ".join(hints), "open the ports that it names, or see the line down")
+    if name and name not in status.learners:
+        return unknown(f"no {name} was here in this life of the broker")
+    return ok("what is announced comes, and versions are taken")
+
+
+def needed_bits_per_s(status: Status) -> float:
+    """Bits per second of one learner's pushes, as the run is now; 0 before its period is known."""
+    settings = status.settings
+    codec = next((each for each in CODECS if each == settings.push_codec), None)
+    if codec is None or not status.period_s:
+        return 0.0
+    params = sum(each.elements for each in status.fragments)
+    return params * payload_bits(codec, settings.push_rho) / status.period_s

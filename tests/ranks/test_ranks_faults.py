@@ -1,0 +1,137 @@
+"""Ranks that end, raise, hang, or see another loop than the others: over gloo, with a broker."""
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+from acceptance.kit import Site
+from ranks import island as islands
+from ranks import refused
+from ranks.island import Island
+from ranks.kit import SOLO, left, start
+
+from narrows.bench.kit.processes import Child, wait_until
+
+
+@pytest.mark.parametrize(
+    ("island", "steps", "batches"),
+    [
+        (Island("ddp", 2, batches=(1000, 37)), 37, 37),
+        (Island("fsdp", 2, batches=(38, 1000), accumulate=4), 9, 38),
+    ],
+    ids=["a rank", "the leader, within a step"],
+)
+def test_all_ranks_end_when_the_loader_of_one_does(
+    site: Site, island: Island, steps: int, batches: int
+) -> None:
+    """Holds `RanksExchange.batches`."""
+    site.broker()
+    for each in start(site, "island", island):
+        each.ends(0)
+    ranks = left(site, "island", island.ranks)
+    assert [(each["steps"], each["batches"]) for each in ranks] == 2 * [(steps, batches)]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("what", ["leaves", "raises"])
+def test_a_rank_that_goes_alone_ends_all_and_each_names_both(
+    site: Site, kind: str, what: str
+) -> None:
+    """Holds `RanksExchange.abort`."""
+    site.broker()
+    fault = Island(kind, 2, leaves_at=25 * (what == "leaves"), raises_at=25 * (what == "raises"))
+    leader, other = start(site, "island", fault)
+    for each in (leader, other):
+        each.ends(1)
+        assert "rank 0 " in each.log and "rank 1 " in each.log, each.log
+        assert "after 25 steps" in each.log
+    if what == "raises":
+        assert "this rank's data is gone" in other.log
+        assert "The log of rank 1 says why" in leader.log
+
+
+def test_an_error_of_the_leader_is_raised_on_every_rank(site: Site) -> None:
+    """A run of another model refuses it. Holds `RanksExchange._lead`."""
+    site.broker()
+    solo = start(site, "solo", SOLO)
+    site.steps_on(1, "solo.0")
+    leader, other = start(site, "island", Island("fsdp", 2, bfloat16=True))
+    for each in (leader, other):
+        each.ends(1)
+        assert "Refused: layout_differs" in each.log
+    assert "rank 0 has told rank 1" in other.log
+    solo[0].kill()
+
+
+@pytest.mark.parametrize("work", refused.CASES)
+def test_all_ranks_refuse_what_cannot_be(site: Site, work: Callable[[], None]) -> None:
+    """Holds `counts_tokens`, `Ranks`."""
+    for each in [
+        site.fork(f"rank-{rank}", refused.meet, work, site.folder, rank) for rank in range(2)
+    ]:
+        each.ends(0)
+
+
+# Under torchrun.
+
+
+def torchrun(site: Site, name: str, kind: str, *, restarts: int) -> Child:
+    """Starts an island of two ranks as a user does."""
+    command = f"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts {restarts}"
+    given = [islands.__file__, str(site.folder), name, site.address, kind, "2"]
+    return site.shell(name, sys.executable, *command.split(), "--monitor-interval", "0.2", *given)
+
+
+def ranks_of(child: Child) -> dict[int, psutil.Process]:
+    """The living ranks that torchrun has started."""
+    found: dict[int, psutil.Process] = {}
+    for each in psutil.Process(child.pid).children(recursive=True):
+        environment = each.environ()
+        if "RANK" in environment:
+            found[int(environment["RANK"])] = each
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_island_comes_back_after_the_kill_of_a_rank(site: Site, rank: int) -> None:
+    """The others train on meanwhile."""
+    site.broker()
+    solo = start(site, "solo", SOLO)
+    island = torchrun(site, "island", "fsdp", restarts=2)
+
+    def merged(count: int) -> None:
+        until = site.contributions("island") + count
+        wait_until(
+            lambda: site.contributions("island") >= until,
+            f"{count} more contributions of the island", island, timeout_s=120.0,
+        )  # fmt: skip
+
+    merged(1)
+    started = time.monotonic()
+    ranks_of(island)[rank].send_signal(signal.SIGKILL)
+    site.contribute("solo", count=20)
+    merged(3)
+    print(f"merged again {time.monotonic() - started:.1f} s after the SIGKILL")
+    island.signal(signal.SIGTERM)
+    island.process.join(site.wait_s)
+    solo[0].kill()
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nobody_waits_for_an_island_one_of_whose_ranks_hangs(site: Site, rank: int) -> None:
+    """It goes on where it was."""
+    site.broker("run.learners_at_start=2")
+    solo = start(site, "solo", SOLO)
+    ranks = start(site, "island", Island("fsdp", 2))
+    site.contribute("island")
+    ranks[rank].signal(signal.SIGSTOP)
+    site.contribute("solo", count=40)
+    ranks[rank].signal(signal.SIGCONT)
+    site.contribute("island", count=3)
+    for each in (*ranks, *solo):
+        each.kill()
