@@ -24,15 +24,19 @@ class Boundary:
         self.adopting: Callable[[do.Adopt], None] = lambda effect: None
         self._host = host
 
-    def perform(self, decide: Callable[[], None], now: float) -> None:
+    def perform(self, decide: Callable[[], None], now: float, *, exchanges: bool = True) -> None:
         """`decide` calls the session; the host makes tasks of its decisions, which are performed.
-        The exchange takes no other time from training. The caller holds the learner's lock."""
+        The exchange takes no other time from training. The caller holds the learner's lock.
+
+        Not `exchanges`: the ranks of an island have not met, so there is no task now.
+        """
         decided = False
         try:
             decide()
             decided = True
-            for task in self._host.tasks():
-                self._do(task)
+            if exchanges:
+                for task in self._host.tasks():
+                    self._do(task)
             self._host.perform(now)
         except BaseException as error:
             self._host.session.broken_off(type(error).__name__, decided=decided)

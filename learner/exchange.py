@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from narrows.learner.boundary import Boundary
 from narrows.learner.island import warm_up
 from narrows.learner.link import Link, Stall
-from narrows.learner.session import Session
+from narrows.learner.session import Session, View
 from narrows.proto.codec import uncached_advice
 from narrows.proto.errors import BrokerUnreachable, NarrowsError, Unfinished, printable
 from narrows.proto.timing import HEARD_S
@@ -24,11 +24,15 @@ from narrows.proto.timing import HEARD_S
 LOOK_S: Final = 0.02
 """A training thread that waits looks so often."""
 
+Batch = TypeVar("Batch")
 _log = logging.getLogger("narrows.learner")
 
 
 class Exchange:
     """A learner's side of a run, as its training thread calls it."""
+
+    leads = True
+    """This process has the session and the sockets."""
 
     def __init__(self, link: Link, *, join_timeout_s: float, adopting: Callable[[], None]) -> None:
         """`adopting` is called before parameters move; an exception may still keep them."""
@@ -43,6 +47,11 @@ class Exchange:
         """The session, for reading, and the time; nothing changes in the block."""
         with self.link.lock:
             yield self._session, time.monotonic()
+
+    def view(self) -> View:
+        """Answers what the training loop asks."""
+        with self.session() as (session, now):
+            return session.view(now)
 
     def join(self, ramp_steps: int) -> None:
         """Returns once every fragment is adopted. In a run under way the optimizer warms up for
@@ -115,32 +124,65 @@ class Exchange:
             remedy="data needs the two ports after control: open them in the firewall",
         )
 
-    def boundary(self, tokens: int, loss: float | None) -> None:
+    def boundary(self, tokens: int, loss: float | None, *, exchanges: bool = True) -> None:
         """After an inner step; waits where the run's mode or a long outage asks for it. Raises
-        Refused, and what ended the background thread."""
+        Refused, and what ended the background thread. Not `exchanges`: it only counts the step."""
+        session = self._session
         with self.link.lock:
-            self.link.raise_error()
             now = time.monotonic()
-            self._boundary.perform(lambda: self._session.boundary(tokens, loss, now), now)
-            while self._session.must_wait(time.monotonic()):
+            if exchanges:
+                self.link.raise_error()
+            self._boundary.perform(
+                lambda: session.boundary(tokens, loss, now, exchanges=exchanges),
+                now, exchanges=exchanges,
+            )  # fmt: skip
+            while exchanges and session.must_wait(time.monotonic()):
                 self._wait()
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The loader's batches until it ends, or the run does."""
+        if self.view().stopping:
+            return
+        for batch in loader:
+            if self.view().stopping:  # The run has ended while the loader waited for its data.
+                return
+            yield batch
+            if self.view().stopping:  # Before it asks for a batch that may never come.
+                return
 
     def set_paused(self, reason: str | None) -> None:
         """No steps are made for a while; None: they are made again."""
+        session = self._session
         with self.link.lock:
-            self._boundary.perform(lambda: self._session.pause(reason), time.monotonic())
+            now = time.monotonic()
+            self._boundary.perform(lambda: session.pause(reason), now, exchanges=False)
 
-    def disown(self) -> None:
-        """Others have changed the parameters, and the learner is about to leave: see `Session`."""
+    # For an island of ranks, whose boundaries exchange something only where it was due before.
+
+    def due(self) -> bool:
+        """Whether the boundary after the coming step exchanges something, waits or raises."""
+        with self.session() as (session, now):
+            return self.link.error is not None or session.due(now)
+
+    def count(self, tokens: int) -> None:
+        """Tokens of the last step that its boundary has not counted."""
         with self.link.lock:
-            self._boundary.perform(self._session.disown, time.monotonic())
+            self._session.count(tokens)
 
-    def finish(self, timeout_s: float | None) -> None:
-        """Leaves: with the final model if the run has ended. Raises Unfinished, Refused."""
+    @property
+    def fragments(self) -> int:
+        """Number of fragments of the run; 0 before the first Welcome."""
+        return len(self._session.parts)
+
+    def finish(self, timeout_s: float | None, *, disowned: bool = False) -> None:
+        """Leaves: with the final model if the run has ended. `disowned`: others have changed the
+        parameters, see `Session`. Raises Unfinished, Refused."""
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         session = self._session
         with self.link.lock:
             now = time.monotonic()
+            if disowned:
+                self._boundary.perform(session.disown, now)
             self._boundary.perform(lambda: session.leave(now), now)
             while not session.ended and time.monotonic() < until:
                 self._wait()
@@ -166,8 +208,25 @@ class Exchange:
                 "logged_tokens": session.tokens, "merged_tokens": session.merged_tokens,
                 "lost_tokens": session.lost_tokens,
                 "versions": [part.base for part in session.parts],
+                "versions_behind": max(
+                    (part.head - part.base for part in session.parts), default=0
+                ),
                 "up_bytes": sender.sent_bytes, "down_bytes": sender.received_bytes,
             }  # fmt: skip
+
+    def metadata(self) -> dict[str, str]:
+        """The metadata of a saved model."""
+        with self.session() as (session, _):
+            return {
+                "format": "pt",
+                "narrows.final": str(session.final).lower(),
+                "narrows.run": session.run_id,
+                "narrows.versions": str([part.base for part in session.parts]),
+            }
+
+    def write_inputs(self) -> None:
+        """Writes the session's last inputs into a file."""
+        self.link.write_inputs()
 
     def _wait(self) -> None:
         """Lets the background thread go on, and adopts what has come."""

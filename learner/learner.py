@@ -20,8 +20,11 @@ from narrows.learner.gpu import TorchIsland
 from narrows.learner.link import Link
 from narrows.learner.loop import Loss, StepLog, bare_optimizers, ramp_steps
 from narrows.learner.parameters import Parameters, misuse
+from narrows.learner.ranks.exchange import RanksExchange
+from narrows.learner.ranks.meeting import Ranks, counts_tokens, is_one_of_several
 from narrows.learner.site import join_target
 from narrows.learner.weights import WeightWatch
+from narrows.proto.ports import Island
 
 Batch = TypeVar("Batch")
 
@@ -55,9 +58,15 @@ class Learner:
     at most `leave_timeout_s` seconds (None: while something moves, and half a minute). When the
     body raised, it leaves at once.
 
-    `optimizer` may be a list, or a wrapper around torch optimizers. `broker`, `name` and `key` (the
-    key file of the site) may come from NARROWS_BROKER, NARROWS_NAME and NARROWS_KEY. `merge_rules`
-    is described at Parameters. `events` is a file that gets one JSON line per event.
+    `optimizer` may be a list, or a wrapper around torch optimizers. `broker`, `name`, `key` (the
+    key file of the site) and `workers` (threads that code in the background; else a quarter of the
+    cores, at most 8) may come from NARROWS_BROKER, NARROWS_NAME, NARROWS_KEY and NARROWS_WORKERS.
+    `merge_rules` is described at Parameters. `events` is a file that gets one JSON line per event.
+
+    Several ranks of torch.distributed are one learner: every rank makes a Learner and the same
+    steps, rank 0 speaks with the broker, and all read one clock. Each rank logs its own tokens.
+    Where some learn from the same batch, as with tensor or context parallelism, `data_parallel` is
+    the part of the device mesh along which batches differ, such as `mesh["dp"]`.
 
     Raises LocalProtocolError MISUSE for a model or a loop that cannot take part, and Refused (also
     from `optimizer.step()`) when the broker does not want this learner.
@@ -76,20 +85,30 @@ class Learner:
         join_timeout_s: float = 60.0,
         leave_timeout_s: float | None = None,
         events: str | os.PathLike[str] | None = None,
+        workers: int | None = None,
+        data_parallel: Any = None,
     ) -> None:
-        _refuse_several_ranks()
+        is_rank = is_one_of_several()
         self._optimizers = bare_optimizers(optimizer)
         self._parameters = Parameters(model, merge_rules)
         self._watch = WeightWatch(self._parameters, self._optimizers)
         self._boundary = boundary
         self._leave_timeout_s = leave_timeout_s
-        link = Link(
-            join_target(broker, name, key), self._parameters.layout, TorchIsland(self._parameters),
-            events=None if events is None else Path(events),
-        )  # fmt: skip
-        self._exchange = Exchange(
-            link, join_timeout_s=join_timeout_s, adopting=self._watch.adopting
-        )
+
+        def exchange_over(island: Island) -> Exchange:
+            link = Link(
+                join_target(broker, name, key, workers), self._parameters.layout, island,
+                events=None if events is None else Path(events),
+            )  # fmt: skip
+            return Exchange(link, join_timeout_s=join_timeout_s, adopting=self._watch.adopting)
+
+        self._exchange: Exchange | RanksExchange
+        if is_rank:
+            counts = counts_tokens(self._parameters, data_parallel)
+            ranks = Ranks(self._parameters, counts=counts)
+            self._exchange = RanksExchange(ranks, exchange_over, self._watch.adopting)
+        else:
+            self._exchange = exchange_over(TorchIsland(self._parameters))
         self._log = StepLog()
         self._hooks: list[RemovableHandle] = []
         self._entered = self._closed = False
@@ -127,9 +146,7 @@ class Learner:
         try:
             self._remove_hooks()
             self._watch.look_at_buffers()
-            if self._watch.changed():
-                self._exchange.disown()
-            self._exchange.finish(self._leave_timeout_s)
+            self._exchange.finish(self._leave_timeout_s, disowned=self._watch.changed())
         except BaseException:
             self._abort()
             raise
@@ -143,15 +160,9 @@ class Learner:
         self._exchange.abort()
 
     def until_end(self, loader: Iterable[Batch]) -> Generator[Batch]:
-        """Yields the loader's batches until it ends or `should_stop`; never starts it anew."""
-        if self.should_stop:
-            return
-        for batch in loader:
-            if self.should_stop:  # The run has ended while the loader waited for its data.
-                return
-            yield batch
-            if self.should_stop:  # Before it asks for a batch that may never come.
-                return
+        """Yields the loader's batches until it ends or `should_stop`; never starts it anew. Of
+        several ranks each yields as many as every other: until one of their loaders ends."""
+        yield from self._exchange.batches(loader)
 
     def log(self, tokens: int, loss: Loss | None = None) -> None:
         """Counts what the coming step learns from; any number of times before each step.
@@ -202,40 +213,34 @@ class Learner:
     @property
     def should_stop(self) -> bool:
         """The run has reached its goal: do not step any more."""
-        with self._exchange.session() as (session, _):
-            return session.stopping
+        return self._exchange.view().stopping
 
     @property
     def run_tokens(self) -> float:
         """The run's clock in tokens of all learners. It never falls."""
-        with self._exchange.session() as (session, now):
-            return session.run_tokens(now)
+        return self._exchange.view().run_tokens
 
     @property
     def run_step(self) -> float:
         """The run's clock in steps: learning-rate schedules follow it."""
-        with self._exchange.session() as (session, now):
-            own = session.tokens / max(1, session.steps)
-            step_tokens = session.settings.tokens_per_run_step or own
-            if not step_tokens:
-                return 0.0
-            return session.run_tokens(now) / step_tokens
+        view = self._exchange.view()
+        if not view.step_tokens:
+            return 0.0
+        return view.run_tokens / view.step_tokens
 
     @property
     def goal_tokens(self) -> int:
         """Tokens after which the run ends; 0 in a run without a goal, and before the block."""
-        with self._exchange.session() as (session, _):
-            return session.settings.goal_tokens
+        return self._exchange.view().goal_tokens
 
     @property
     def progress(self) -> float:
         """Fraction of the run's goal that is reached, 0 to 1, never falling; 0 without a goal."""
-        with self._exchange.session() as (session, now):
-            goal = session.settings.goal_tokens
-            if goal:
-                reached = min(1.0, session.run_tokens(now) / goal)
-                # Another life of the broker may have a larger goal.
-                self._progress = max(self._progress, reached)
+        view = self._exchange.view()
+        if view.goal_tokens:
+            reached = min(1.0, view.run_tokens / view.goal_tokens)
+            # Another life of the broker may have a larger goal.
+            self._progress = max(self._progress, reached)
         return self._progress
 
     @property
@@ -245,17 +250,16 @@ class Learner:
         It rises step by step for a learner that joined a run under way without the inner state of
         its optimizers, and is 1 for every other one.
         """
-        with self._exchange.session() as (session, _):
-            steps = session.ramp_steps
-            if not self._entered:
-                steps = ramp_steps(self._optimizers)
-            return min(1.0, (session.steps + 1) / max(1, steps))
+        view = self._exchange.view()
+        steps = view.ramp_steps
+        if not self._entered:
+            steps = ramp_steps(self._optimizers)
+        return min(1.0, (view.steps + 1) / max(1, steps))
 
     @property
     def health(self) -> str:
         """One word: joining, connected, waiting, blocked, offline, refused, final or ended."""
-        with self._exchange.session() as (session, now):
-            return session.health(now)
+        return self._exchange.view().health
 
     def state_dict(self) -> dict[str, Any]:
         """The model's state under clean names; the tensors share the model's memory."""
@@ -263,15 +267,9 @@ class Learner:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a safetensors file; its metadata name the run, the version of each fragment, and
-        whether this is the final model."""
-        with self._exchange.session() as (session, _):
-            metadata = {
-                "format": "pt",
-                "narrows.final": str(session.final).lower(),
-                "narrows.run": session.run_id,
-                "narrows.versions": str([part.base for part in session.parts]),
-            }
-        self._parameters.save(path, metadata)
+        whether this is the final model. Of several ranks all call it, and rank 0 writes."""
+        metadata = self._exchange.metadata()
+        self._parameters.save(path, metadata, writes=self._exchange.leads)
 
     def stats(self) -> dict[str, Any]:
         """Counters of the exchange; `code_s`: seconds of the training thread in our code."""
@@ -285,16 +283,14 @@ class Learner:
         is well, 1 where the learner joins or waits, 2 for trouble: blocked, offline or refused.
         """
         now = time.monotonic()
-        stats = self.stats()
+        stats = self._exchange.stats()
         since, up_bytes, down_bytes = self._measured
         self._measured = now, stats["up_bytes"], stats["down_bytes"]
         bits_per_byte_s = 8 / max(now - since, 1e-3)
-        with self._exchange.session() as (session, _):
-            behind = max((part.head - part.base for part in session.parts), default=0)
         figures = {
             "run_tokens": self.run_tokens, "run_step": self.run_step, "progress": self.progress,
-            "merged_tokens": stats["merged_tokens"], "lost_tokens": stats["lost_tokens"],
-            "versions_behind": behind, "health": HEALTH_NUMBERS[self.health],
+            "health": HEALTH_NUMBERS[self.health], "merged_tokens": stats["merged_tokens"],
+            "lost_tokens": stats["lost_tokens"], "versions_behind": stats["versions_behind"],
             "up_bits_per_s": (stats["up_bytes"] - up_bytes) * bits_per_byte_s,
             "down_bits_per_s": (stats["down_bytes"] - down_bytes) * bits_per_byte_s,
         }  # fmt: skip
@@ -304,7 +300,7 @@ class Learner:
         """Writes what this learner heard and decided last, for a report of a bug: beside the events
         file, else into a new folder for temporary files. The log names the file. Safe from signal
         handlers."""
-        self._exchange.link.write_inputs()
+        self._exchange.write_inputs()
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -325,16 +321,3 @@ class Learner:
             yield
         finally:
             self._code_s += time.perf_counter() - started
-
-
-def _refuse_several_ranks() -> None:
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return
-    ranks = torch.distributed.get_world_size()
-    if ranks > 1:
-        raise misuse(
-            "torch.distributed is initialised with several ranks",
-            expected="world size 1",
-            got=str(ranks),
-            remedy="A learner is one process: several ranks are not supported yet.",
-        )

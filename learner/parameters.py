@@ -2,10 +2,15 @@
 
 The exchange sees a module as fragments of flat float32 vectors. No other file knows which tensor an
 element belongs to.
+
+A model that torch has spread over several processes (FSDP2, HSDP, TP) has DTensors as parameters.
+Layout and digests are those of the whole tensors, so an island of many ranks has the layout of a
+single process; `local_part` is what this process holds of one.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -15,9 +20,9 @@ from typing import Any, Final
 
 import torch
 import xxhash
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from narrows.learner.saving import file_order, write_state
 from narrows.proto.codec import F32
 from narrows.proto.errors import ConfigError, ErrorCode, LocalProtocolError
 from narrows.proto.layout import Fragment, Piece
@@ -31,6 +36,8 @@ DTYPES: Final[Mapping[torch.dtype, DtypeName]] = {
 RULES: Final[tuple[MergeRule, ...]] = ("mean", "rda")
 WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Parts that torch.compile and activation checkpointing add to the names of submodules."""
+
+_log = logging.getLogger("narrows.learner")
 
 
 class Parameters:
@@ -51,6 +58,8 @@ class Parameters:
 
     def __init__(self, model: nn.Module, merge_rules: Mapping[str, str] | None = None) -> None:
         self.module = unwrapped(model)
+        self._gathering = [each for each in self.module.modules() if _is_kind(each, "FSDPModule")]
+        self.reshard()
         _check_usable(self.module)
         tied = _tied(_named(self.module, trainable=True))
         self.tensors = [tensor for tensor, _ in tied]
@@ -60,6 +69,14 @@ class Parameters:
         self.layout = Layout(frozen_digest(_named(self.module, trainable=False)), entries)
         self._views: dict[Piece, tuple[int, Tensor]] = {}
         """The view of each piece, and the address of its tensor when the view was made."""
+
+    def reshard(self) -> None:
+        """Has FSDP2 give up the whole parameters that it keeps after a forward pass without a
+        backward one. While it keeps them `parameters()` yields them instead of the shards, and the
+        next forward pass does not see what is written to the shards. Call it before parameters are
+        looked at and after they have moved, never between a forward pass and its backward pass."""
+        for each in self._gathering:
+            each.reshard()  # type: ignore[operator]
 
     def read(self, fragment: Fragment, out: F32) -> None:
         """Copies a fragment to host memory; `out` is float32 (fragment.elements,)."""
@@ -84,14 +101,15 @@ class Parameters:
         """The elements of a piece, sharing the parameter's memory, outside of autograd.
 
         Shape (count,) if the parameter is contiguous, else (rows, ...). Remembered until the
-        parameter gets other memory, as from `model.to(...)`.
+        parameter gets other memory, as from `model.to(...)`. Not for a process that holds a part of
+        the parameter.
         """
-        address = self.tensors[piece.tensor].data_ptr()
+        address = address_of(self.tensors[piece.tensor])
         if piece in self._views:
             known_address, view = self._views[piece]
             if known_address == address:
                 return view
-        tensor: Tensor = self.tensors[piece.tensor].detach()
+        tensor = local_part(self.tensors[piece.tensor])
         if tensor.is_contiguous():
             view = tensor.view(-1)[piece.start : piece.start + piece.count]
         else:
@@ -113,39 +131,36 @@ class Parameters:
         """
         return {clean_name(name): value for name, value in self.module.state_dict().items()}
 
-    def save(self, path: str | os.PathLike[str], metadata: Mapping[str, str]) -> None:
+    def save(
+        self, path: str | os.PathLike[str], metadata: Mapping[str, str], *, writes: bool = True
+    ) -> None:
         """Writes `state_dict()` as safetensors, for a strict `load_state_dict`.
 
+        One tensor after the other is made whole and written, so besides the model there is room for
+        one tensor only. All ranks of a sharded model must call it, and one of them `writes`.
         Missing folders are made. An older file is replaced only by a complete one.
         """
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+        state = self._savable()
+        tensors = (whole(state[name]) for name in file_order(state))
         try:
-            save_file(self._savable(), unfinished, metadata=dict(metadata))
-            # A crash while the file is written leaves the older one whole.
-            os.replace(unfinished, target)
+            if writes:
+                write_state(Path(path), state, tensors, metadata)
+            else:
+                _log.info("rank 0 writes %s", path)
         finally:
-            unfinished.unlink(missing_ok=True)
+            # The other ranks wait for this one's part of every tensor, whatever went wrong here.
+            for _ in tensors:
+                pass
 
     def _savable(self) -> dict[str, Tensor]:
-        """The state on the host, contiguous and without shared memory, as safetensors demands: a
-        copy of what is not so already."""
-        tensors: dict[str, Tensor] = {}
-        memory: set[int] = set()
-        for name, value in self.state_dict().items():
+        state = self.state_dict()
+        for name, value in state.items():
             if not isinstance(value, Tensor):
                 raise misuse(
                     f"the state {name!r} is no tensor, which safetensors cannot hold",
                     remedy="Keep state_dict() with torch.save instead.",
                 )
-            value = value.detach().resolve_conj().resolve_neg()  # Else without their sign.
-            is_shared = value.untyped_storage().data_ptr() in memory
-            if is_shared or not value.is_cpu or not value.is_contiguous():
-                value = torch.empty(value.shape, dtype=value.dtype).copy_(value)
-            memory.add(value.untyped_storage().data_ptr())
-            tensors[name] = value
-        return tensors
+        return state
 
     def _entries(self, merge_rules: Mapping[str, str]) -> tuple[LayoutEntry, ...]:
         chosen = _chosen_rules(merge_rules, self.names)
@@ -162,6 +177,60 @@ class Parameters:
 def misuse(message: str, **detail: str) -> LocalProtocolError:
     """The error that tells a user what to change in the loop or in the model."""
     return LocalProtocolError(ErrorCode.MISUSE, message, **detail)
+
+
+def check_same_model(fingerprints: Sequence[str]) -> None:
+    """`fingerprints` are those of the layouts of an island's ranks, by rank. Raises
+    LocalProtocolError MISUSE unless all ranks have the same parameters."""
+    others = [rank for rank, each in enumerate(fingerprints) if each != fingerprints[0]]
+    if others:
+        raise misuse(
+            f"ranks {', '.join(map(str, others))} have other parameters than rank 0",
+            expected="the same names, shapes, dtypes, merge rules and frozen values on all ranks",
+            got="other layouts, as with pipeline parallelism",
+            remedy="Pipeline parallelism is not supported: shard the model with fully_shard, or"
+            " with tensor parallelism. Without it, build the same model on every rank.",
+        )
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, of which this process holds a part."""
+    return _is_kind(tensor, "DTensor")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds, sharing its memory, outside of autograd."""
+    held: Any = tensor.detach()
+    if is_sharded(tensor):
+        held = held.to_local()
+    part: Tensor = held
+    return part
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor itself, or all of a DTensor: then every rank of its mesh must call it."""
+    held: Any = tensor.detach()
+    if is_sharded(tensor):
+        if held.device.type != held.device_mesh.device_type:
+            # FSDP2 may keep its shards in host memory, where a mesh of GPUs cannot gather them.
+            held = held.to(held.device_mesh.device_type)
+        held = held.full_tensor()
+    made: Tensor = held
+    return made
+
+
+def address_of(tensor: Tensor) -> int:
+    """The address of a tensor's memory here. The wrapper of a DTensor has none: its part has."""
+    held: Any = tensor
+    if is_sharded(tensor):
+        held = held._local_tensor
+    return int(held.data_ptr())
+
+
+def _is_kind(thing: object, name: str) -> bool:
+    """Whether a class of this name is among its classes. To import those of torch.distributed costs
+    a second, and some builds of torch lack them."""
+    return any(kind.__name__ == name for kind in type(thing).__mro__)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -183,14 +252,15 @@ def clean_name(name: str) -> str:
 
 
 def frozen_digest(named: Iterable[tuple[str, Tensor]]) -> int:
-    """xxh3_64 over the names (each with a NUL) and the bytes, sorted by name; 0 for none."""
+    """xxh3_64 over the names (each with a NUL) and the bytes, sorted by name; 0 for none. All ranks
+    of a sharded model call it; one tensor after the other is made whole."""
     tensors = dict(named)
     if not tensors:
         return 0
     hasher = xxhash.xxh3_64()
     for name in sorted(tensors):
         hasher.update(name.encode() + b"\0")
-        flat = tensors[name].detach().cpu().contiguous().reshape(-1)
+        flat = whole(tensors[name]).cpu().contiguous().reshape(-1)
         hasher.update(flat.view(torch.uint8).numpy().data)
     return hasher.intdigest()
 
@@ -207,13 +277,13 @@ def _tied(named: Iterable[tuple[str, Tensor]]) -> list[tuple[Tensor, tuple[str, 
     groups: dict[object, dict[str, Tensor]] = {}
     """By memory, the tensors that share all of it, by name."""
     for name, tensor in named:
-        memory = (tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride())
-        groups.setdefault(memory, {})[name] = tensor
+        groups.setdefault(_memory(tensor), {})[name] = tensor
     tied = [(next(iter(group.values())), tuple(group)) for group in groups.values()]
 
     ends: dict[torch.device, tuple[int, str]] = {}
     """By device, the address behind the tensors looked at so far, and a name of the last one."""
-    for tensor, (name, *_) in sorted(tied, key=lambda pair: pair[0].data_ptr()):
+    plain = [pair for pair in tied if not is_sharded(pair[0])]
+    for tensor, (name, *_) in sorted(plain, key=lambda pair: pair[0].data_ptr()):
         start = tensor.data_ptr()
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         end, other = ends.get(tensor.device, (0, ""))
@@ -226,14 +296,22 @@ def _tied(named: Iterable[tuple[str, Tensor]]) -> list[tuple[Tensor, tuple[str, 
     return tied
 
 
+def _memory(tensor: Tensor) -> object:
+    """Equal for tensors that share all of their memory. DTensors are tied if they are one: what a
+    process holds of them may be empty, and all ranks must come to the same layout."""
+    if is_sharded(tensor):
+        return id(tensor)
+    return tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride()
+
+
 def _averaged(module: nn.Module) -> set[int]:
     """Ids of the weights of embeddings, of the output head, and of what is tied to them."""
     tables = [each for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
     linears = [each for each in module.modules() if isinstance(each, nn.Linear)]
     rows = {table.num_embeddings for table in tables}
     heads = [linear for linear in linears[-1:] if linear.out_features in rows]
-    memory = {(each.weight.data_ptr(), each.weight.shape) for each in [*tables, *heads]}
-    return {id(each) for each in module.parameters() if (each.data_ptr(), each.shape) in memory}
+    memory = {_memory(each.weight) for each in [*tables, *heads]}
+    return {id(each) for each in module.parameters() if _memory(each) in memory}
 
 
 def _chosen_rules(
@@ -264,6 +342,12 @@ def _chosen_rules(
 
 def _check_usable(module: nn.Module) -> None:
     """Refuses what cannot be exchanged, and names the parameter."""
+    if any(_is_kind(each, "FullyShardedDataParallel") for each in module.modules()):
+        raise misuse(
+            "the model is sharded by FullyShardedDataParallel (FSDP1), which hides its parameters",
+            expected="FSDP2, whose parameters are DTensors",
+            remedy="Use torch.distributed.fsdp.fully_shard(model) instead.",
+        )
     for name, tensor in module.named_parameters():
         problem, remedy = _problem(tensor)
         if problem:
@@ -279,8 +363,8 @@ def _problem(tensor: Tensor) -> tuple[str, str]:
     """Why a parameter cannot be exchanged, and the remedy; empty texts: it can."""
     if nn.parameter.is_lazy(tensor):
         return "has no shape yet", "Run one forward pass first."
-    if any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
-        return "is a DTensor", "A learner is one process; sharded models are not supported."
+    if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
+        return "is a partial DTensor, a sum not made yet", "Redistribute it as Shard or Replicate."
     if tensor.is_meta:
         return "is on the meta device", "Give the model memory: model.to_empty(device=...)."
     if tensor.layout != torch.strided:

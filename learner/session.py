@@ -14,7 +14,7 @@ boundaries between two inner steps:
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Final, NamedTuple
 
 from narrows.learner.clock import RunClock, StepTimes
 from narrows.learner.effects import Adopt, Effect, Note, SendChunks, Snapshot
@@ -39,6 +39,11 @@ RETRIED_S: Final[dict[str, float]] = {
 not heal them. Another run is an outage: a learner meets it where the broker's state directory was
 lost, and its own run is back once the directory is. Every other code refuses a message."""
 
+STANDSTILL_S: Final = 60.0
+STANDSTILL_STEPS: Final = 20
+"""A loop that makes no step for so long, and for so many times its step time, counts as paused: no
+round waits for it. One of its ranks may hang, or a first step compiles the model."""
+
 FAILED_CODINGS_TOLD: Final = 3
 """So many pushes running that cannot be coded are noted, the last one with the remedy."""
 
@@ -55,6 +60,19 @@ LAST_PHASES: Final = (Phase.ENDING, Phase.ENDED)
 
 NO_NEWS: Final = msg.Beat("", Phase.SEEDING, (), (), 0.0, 0, 0.0, 0.0)
 """The newest Beat before the first."""
+
+
+class View(NamedTuple):
+    """The answers to what a training loop asks."""
+
+    stopping: bool
+    run_tokens: float
+    step_tokens: float
+    """Tokens of one step of the run's clock; 0: not known yet."""
+    goal_tokens: int
+    steps: int
+    ramp_steps: int
+    health: str
 
 
 class Session:
@@ -112,6 +130,9 @@ class Session:
         """When the broker refused this learner first, if `refusal` is set."""
         self._hello_due = math.inf
         """Before the first connection nobody hears a Hello: it would wait, and be said twice."""
+        self._awake_at = math.inf
+        """When the training thread was here last. Infinite: since the last `tick`."""
+        self._stands_still = False
         self._report_at = -math.inf
         self._reported = self._news
         self._leaving_at: float | None = None
@@ -192,6 +213,15 @@ class Session:
         if self.blocked:
             return "blocked"
         return "connected" if self.joined else "joining"
+
+    def view(self, now: float) -> View:
+        """Answers what the training loop asks."""
+        own_step_tokens = self.tokens / max(1, self.steps)
+        return View(
+            self.stopping, self.run_tokens(now),
+            self.settings.tokens_per_run_step or own_step_tokens, self.settings.goal_tokens,
+            self.steps, self.ramp_steps, self.health(now),
+        )  # fmt: skip
 
     @property
     def awaits_data(self) -> bool:
@@ -444,26 +474,42 @@ class Session:
     # The training thread.
 
     @recorded
-    def boundary(self, tokens: int, loss: float | None, now: float) -> None:
-        """After an inner step of `tokens` tokens: adopt what is here, then push what is due."""
+    def boundary(
+        self, tokens: int, loss: float | None, now: float, *, exchanges: bool = True
+    ) -> None:
+        """After an inner step of `tokens` tokens: adopt what is here, then push what is due.
+
+        Not `exchanges`: nothing was due at the boundary before, so the ranks of an island have not
+        met. They count the tokens of a step one boundary late, or at the end by `count`.
+        """
         self.steps += 1
         self.tokens += tokens
         self.loss = loss
         self._losses = self._losses.with_one(loss)
         self._step_times.stepped(now)
+        self._awake()
         if self.beat.phase is Phase.RUNNING:
             self.heard_ending = False  # The step counts: the run goes on, with a larger goal.
         for part in self.parts:
             part.tokens += tokens
             part.steps += 1
-        self._exchange()
+        if exchanges:
+            self._exchange()
         if now >= self._report_at + timing.REPORT_S:
             self._report(now)
+
+    @recorded
+    def count(self, tokens: int) -> None:
+        """Tokens of the last step, which no boundary has counted, and no push has taken."""
+        self.tokens += tokens
+        for part in self.parts:
+            part.tokens += tokens
 
     @recorded
     def exchange_without_step(self) -> None:
         """Between two steps, while none is made: before the first, in lockstep, at the end."""
         self._step_times.interrupt()
+        self._awake()
         self._exchange()
 
     @recorded
@@ -500,6 +546,7 @@ class Session:
         """The loop makes no steps for a while, so no round should wait for it; None: it goes on."""
         self.paused = reason
         self._step_times.interrupt()
+        self._awake()
 
     @recorded
     def leave(self, now: float) -> None:
@@ -667,6 +714,9 @@ class Session:
         asks for what is missing, and leaves when due."""
         if self.ended or self.refused:
             return
+        self._awake_at = min(self._awake_at, now)
+        limit_s = max(STANDSTILL_S, STANDSTILL_STEPS * self._step_times.median_s())
+        self._stands_still = self.joined and now > self._awake_at + limit_s
         if self.connected and now >= self._heard_at + timing.SILENT_S:
             self.connected = False
         assemblies = [part.next_assembly(now) for part in self.parts]
@@ -681,6 +731,11 @@ class Session:
         elif now >= self._hello_due:
             self._hello(now)
         self._end_if_due(now)
+
+    def _awake(self) -> None:
+        """The training thread is here."""
+        self._awake_at = math.inf
+        self._stands_still = False
 
     def deadline(self, now: float) -> float:
         """The time of the next `tick` if nothing happens."""
@@ -729,18 +784,20 @@ class Session:
         return tuple(part.newest_copy for part in self.parts)
 
     @property
-    def _news(self) -> tuple[str | None, bool, msg.FragmentIndexes]:
+    def _news(self) -> tuple[str | None, bool, bool, msg.FragmentIndexes]:
         """The part of a Report that goes out at once when it changes."""
         is_ending = self.beat.phase is Phase.ENDING
         finished = tuple(part.index for part in self.parts if is_ending and part.finished)
-        return self.paused, self.joined, finished
+        return self.paused, self._stands_still, self.joined, finished
 
     def _report(self, now: float) -> None:
         if not self.connected:
             return
         self._report_at = now
         self._reported = self._news
-        paused, _, finished = self._reported
+        paused, stands_still, _, finished = self._reported
+        if stands_still and paused is None:
+            paused = f"no steps for {now - self._awake_at:.0f} s"
         bases = tuple(part.base for part in self.parts)
         report = msg.Report(
             steps=self.steps,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from narrows.learner.parameters import Parameters, clean_name, misuse
+from narrows.learner.parameters import Parameters, address_of, clean_name, local_part, misuse
 
 SAMPLED_TENSORS: Final = 16
 SAMPLED_ELEMENTS: Final = 16
@@ -78,6 +78,7 @@ class WeightWatch:
         """Call before joining. Raises LocalProtocolError MISUSE for parameters of the model that
         train and do not travel, and for optimizers that hold none of those that do. Others may be
         meant to stay here: a warning names them."""
+        self._parameters.reshard()  # Else `parameters()` yields what FSDP2 has gathered.
         self._raise_for_strangers(self._parameters.module.parameters())
         if self._known.isdisjoint(self._optimized()):
             raise misuse(
@@ -95,14 +96,13 @@ class WeightWatch:
 
     def changed(self) -> bool:
         """Whether something else than the optimizer and the exchange has changed the parameters
-        since the last boundary. To swap others in and back is no change."""
-        if self._after is None or self._marks == self._places():
-            return False
-        return not torch.equal(self._after, self._sample())
+        since the last boundary. To swap others in and back is no change. It waits for the device.
+        """
+        return self._after is not None and not torch.equal(self._after, self._sample())
 
     def before_step(self) -> None:
         """Call before the optimizer's step: compares with the end of the last boundary."""
-        if self.changed():
+        if self._marks != self._places() and self.changed():
             self._warn(
                 "something else than the optimizer has changed the parameters since the last step;"
                 " the change travels to all learners. If averaged or best weights were swapped in,"
@@ -180,16 +180,18 @@ class WeightWatch:
             )
 
     def _places(self) -> list[tuple[int, int]]:
-        """Changes whenever somebody writes to a sampled tensor, or gives it other memory."""
-        return [(tensor.data_ptr(), tensor._version) for tensor in self._sampled]
+        """Changes when somebody writes to a sampled tensor, or gives it other memory. A DTensor
+        counts writes in its wrapper, but not those of foreach and fused operations, and its local
+        part counts none."""
+        return [(address_of(tensor), tensor._version) for tensor in self._sampled]
 
     def _sample(self) -> Tensor:
         """A few elements of tensors all over the model: a float32 copy on their device."""
-        addresses = [tensor.data_ptr() for tensor in self._sampled]
+        addresses = [address_of(tensor) for tensor in self._sampled]
         if addresses != self._addresses:  # As after model.to(...).
             device = self._sampled[0].device
-            near = [tensor.detach() for tensor in self._sampled if tensor.device == device]
-            self._elements = [_elements(tensor) for tensor in near]
+            near = [tensor for tensor in self._sampled if tensor.device == device]
+            self._elements = [_elements(local_part(tensor)) for tensor in near]
             self._addresses = addresses
         return torch.cat(self._elements).float()
 
@@ -222,7 +224,7 @@ class WeightWatch:
         module = self._parameters.module
         persistent = module.state_dict(keep_vars=True).keys()
         return {
-            clean_name(name): _elements(buffer.detach()).tolist()
+            clean_name(name): _elements(local_part(buffer)).tolist()
             for name, buffer in module.named_buffers()
             if name in persistent and buffer.is_floating_point() and buffer.numel()
         }
@@ -234,8 +236,8 @@ class WeightWatch:
 
 
 def _elements(tensor: Tensor) -> Tensor:
-    """At most SAMPLED_ELEMENTS elements (n,), sharing the tensor's memory."""
-    while tensor.dim() > 1:
+    """At most SAMPLED_ELEMENTS elements (n,), sharing the tensor's memory. A rank may hold none."""
+    while tensor.dim() > 1 and len(tensor):
         tensor = tensor[tensor.shape[0] // 2]
     flat = tensor.reshape(-1)
-    return flat[:: math.ceil(flat.numel() / SAMPLED_ELEMENTS)]
+    return flat[:: max(1, math.ceil(flat.numel() / SAMPLED_ELEMENTS))]

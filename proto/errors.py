@@ -51,6 +51,7 @@ class ErrorCode(StrEnum):
     STATE_DAMAGED = "state_damaged", "a file is not as it was written", "restore a backup"
     DISK_FULL = "disk_full", "the broker cannot start on a full disk", "make room, start it again"
     UNFINISHED = "unfinished", "ended without the final model", "`narrows export` at the broker"
+    RANK_LOST = "rank_lost", "another rank of this learner has ended", "see its log"
     MISUSE = "misuse", "a call that cannot work", ""
     # fmt: on
 

@@ -156,12 +156,18 @@ def _last_merge(rounds: Rounds, now: float) -> MergeStatus | None:
 
 
 def _fragment(state: State, fragment: int, slot: FragmentRound, now: float) -> FragmentStatus:
+    begun_at = {
+        Stage.IDLE: now,
+        Stage.COLLECTING: slot.launched_at,
+        Stage.MERGING: slot.due_at,
+        Stage.COMMITTING: slot.due_at,
+    }
     return FragmentStatus(
         elements=state.elements[fragment] if state.elements else 0,
         version=state.heads[fragment] if state.heads else -1,
         version_s=now - slot.durable_at,
         stage=slot.stage.value,
-        stage_s=0.0 if slot.stage is Stage.IDLE else now - slot.launched_at,
+        stage_s=now - begun_at[slot.stage],
         pushes=len(slot.here()) + len(slot.taken),
     )
 

@@ -30,6 +30,7 @@ from narrows.learner import (
 )
 from narrows.learner import exchange as exchange_module
 from narrows.learner import link as link_module
+from narrows.learner.session import View
 from narrows.proto.keys import AllowList, SiteKey, create_broker_key, new_pair, write_site_key
 from narrows.proto.messages import RunSettings
 
@@ -58,6 +59,12 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         optimizer = options.pop("optimizer", self.optimizer)
         self.learner = Learner(self.model, optimizer, broker=address, name=name, **options)
+
+    @property
+    def exchange(self) -> exchange_module.Exchange:
+        """Returns that of a single process."""
+        assert isinstance(self.learner._exchange, exchange_module.Exchange)
+        return self.learner._exchange
 
     @property
     def versions(self) -> list[int]:
@@ -212,8 +219,8 @@ def test_a_data_port_that_is_closed_in_the_run_is_told_once_and_when_it_is_over(
 
     def welcomed() -> None:
         """Has the broker tell its ports anew."""
-        with loop.learner._exchange.link.lock:
-            loop.learner._exchange.link.host.lost(time.monotonic())
+        with loop.exchange.link.lock:
+            loop.exchange.link.host.lost(time.monotonic())
 
     state.ports = closed, downlink
     loop = Loop(run.address, "cut")
@@ -304,10 +311,10 @@ def test_a_name_or_a_key_that_cannot_be_used_is_named_before_joining(tmp_path: P
             Learner(model, torch.optim.SGD(model.parameters()), **arguments)  # type: ignore[arg-type]
 
 
-def test_a_process_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(LocalProtocolError, match=r"several ranks.*got 2"):
+def test_a_rank_whose_group_is_not_there_yet_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would begin as a learner of its own. Holds `is_one_of_several`."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(LocalProtocolError, match=r"init_process_group\(\).*WORLD_SIZE=2"):
         Loop("tcp://127.0.0.1:1", "a")
 
 
@@ -322,7 +329,11 @@ def test_the_loader_is_asked_for_nothing_once_the_run_ends(
 ) -> None:
     """It may wait for data for ever: whoever makes them looks for the end, too."""
     ended, got = ["the join"], list[int]()
-    monkeypatch.setattr(Learner, "should_stop", property(lambda _: during in ended))
+
+    def view(exchange: exchange_module.Exchange) -> View:
+        return View(during in ended, 0.0, 0.0, 0, 0, 0, "connected")
+
+    monkeypatch.setattr(exchange_module.Exchange, "view", view)
 
     def loader() -> Iterator[int]:
         assert during != "the join", "asked a run that has ended for data"
@@ -339,8 +350,9 @@ def test_the_loader_is_asked_for_nothing_once_the_run_ends(
 
 
 def test_progress_does_not_fall_with_a_larger_goal() -> None:
-    learner = Loop("tcp://127.0.0.1:1", "a").learner
-    with learner._exchange.session() as (session, _):
+    loop = Loop("tcp://127.0.0.1:1", "a")
+    learner = loop.learner
+    with loop.exchange.session() as (session, _):
         session.settings = RunSettings(goal_tokens=1000)
         session.beat = replace(session.beat, run_tokens=600)
         assert learner.progress == 0.6
@@ -510,8 +522,8 @@ def test_averaged_weights_that_are_swapped_in_before_the_block_is_left_are_not_p
         averaging = None if decay is None else ema(decay)
         averaged = swa_utils.AveragedModel(loop.model, multi_avg_fn=averaging)
         averaged.update_parameters(larger)
-        with loop.learner as learner:
-            parts = learner._exchange.link.host.session.parts
+        with loop.learner:
+            parts = loop.exchange.link.host.session.parts
             loop.train_on(lambda: not goal and sum(part.steps for part in parts))
             loop.model.load_state_dict(averaged.module.state_dict())
         ended = loop if goal else Loop(run.address, "site-b", tiny(1))
@@ -525,7 +537,7 @@ def test_averaged_weights_that_are_swapped_in_before_the_block_is_left_are_not_p
     assert max((now - begun).mean().item() for now, begun in pairs) < 0.1
     (line,) = [line for line in caplog.messages if "changed the parameters" in line]
     assert "are not pushed" in line and "Leave the block first" in line
-    assert learner.stats()["lost_tokens"] > 0 or goal
+    assert loop.learner.stats()["lost_tokens"] > 0 or goal
 
 
 def test_a_loop_that_breaks_leaves_at_once(run: Broker) -> None:
@@ -535,7 +547,7 @@ def test_a_loop_that_breaks_leaves_at_once(run: Broker) -> None:
         1 / 0  # noqa: B018
     leaves = "broken leaves: the loop was broken off"
     wait_until(lambda: any(leaves in note["text"] for note in run.events("note")), leaves)
-    assert not loop.learner._exchange.link._thread.is_alive()
+    assert not loop.exchange.link._thread.is_alive()
 
 
 def test_a_run_that_ends_without_a_learner_leaves_it_unfinished(tmp_path: Path) -> None:

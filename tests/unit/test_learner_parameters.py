@@ -3,17 +3,19 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType, ref
 
 import numpy as np
 import pytest
 import torch
 import xxhash
 from model_cases import Small, compiled, small
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from narrows.learner import parameters as parameters_module
-from narrows.learner.parameters import Parameters
+from narrows.learner.parameters import Parameters, check_same_model
 from narrows.proto.codec import F32
 from narrows.proto.errors import ConfigError, ErrorCode, LocalProtocolError
 from narrows.proto.layout import Fragment, build_table
@@ -129,6 +131,13 @@ def transposed_twins() -> nn.Module:
     return model
 
 
+def fsdp1() -> nn.Module:
+    """As FSDP1 looks like; the real one wants a group of processes and, in part, a GPU."""
+    wrapper = type("FullyShardedDataParallel", (nn.Module,), {})()
+    wrapper.add_module("_fsdp_wrapped_module", small())
+    return nn.Sequential(wrapper)
+
+
 @pytest.mark.parametrize(
     ("make", "word"),
     [
@@ -138,6 +147,7 @@ def transposed_twins() -> nn.Module:
         (lambda: nn.ParameterList([torch.eye(3).to_sparse()]), "sparse"),
         (lambda: nn.ParameterList([torch.ones(0, 3)]), "no elements"),
         (lambda: nn.LazyLinear(3), "forward pass"),
+        (fsdp1, r"FSDP1.*fully_shard"),
         (lambda: nn.Linear(2, 2).requires_grad_(False), "no trainable parameter"),
     ],
 )
@@ -149,6 +159,13 @@ def test_models_that_cannot_be_exchanged_are_refused_with_a_remedy(
     with pytest.raises(LocalProtocolError, match=word) as caught:
         Parameters(make())
     assert caught.value.code is ErrorCode.MISUSE and caught.value.remedy
+
+
+def test_ranks_with_other_parameters_are_named() -> None:
+    """Holds `check_same_model`."""
+    check_same_model(["7", "7", "7"])
+    with pytest.raises(LocalProtocolError, match=r"ranks 1, 3 .*[Pp]ipeline.*fully_shard"):
+        check_same_model(["7", "8", "7", "9"])
 
 
 def test_separate_parts_of_one_memory_are_fine() -> None:
@@ -176,21 +193,61 @@ def test_saved_state_loads_strictly(tmp_path: Path) -> None:
         assert torch.equal(fresh.state_dict()[name], value)
 
 
-def test_saving_copies_only_what_shares_memory_or_lies_elsewhere(
+def test_a_saved_file_is_what_the_library_reads(tmp_path: Path) -> None:
+    """Holds `write_state`."""
+    model = nn.ModuleDict({"small": small(), "strided": strided()})
+    for dtype in (torch.bool, torch.int64, torch.float64, torch.float16, torch.complex64):
+        model.register_buffer(str(dtype).replace(".", "_"), torch.arange(3).to(dtype))
+    model.register_buffer("nothing", torch.empty(0, 3, dtype=torch.uint8))
+    target = tmp_path / "model.safetensors"
+    Parameters(model).save(target, {"narrows.final": "true"})
+    state = model.state_dict()
+    loaded = load_file(target)
+    assert loaded.keys() == state.keys()
+    for name, value in state.items():
+        assert loaded[name].dtype == value.dtype and loaded[name].shape == value.shape
+        assert loaded[name].numpy().tobytes() == value.contiguous().numpy().tobytes(), name
+    with safe_open(target, "pt") as file:
+        assert file.metadata() == {"narrows.final": "true"}
+
+
+def test_one_tensor_at_a_time_is_made_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The largest models of a machine are saved, too."""
-    saved: dict[str, Tensor] = {}
-    monkeypatch.setattr(
-        parameters_module,
-        "save_file",
-        lambda tensors, path, metadata: (saved.update(tensors), save_file(tensors, path)),
-    )
-    model = nn.ModuleDict({"small": small(), "strided": strided()})
-    Parameters(model).save(tmp_path / "model.safetensors", {})
-    state = model.state_dict()
-    moved = {name for name, value in saved.items() if value.data_ptr() != state[name].data_ptr()}
-    assert moved == {"small.head.weight", "strided.conv.weight", "strided.linear.weight"}
+    """The largest models of a machine are saved, too. Holds `write_state`."""
+    alive: list[ReferenceType[Tensor]] = []
+
+    def made_whole(tensor: Tensor) -> Tensor:
+        assert not any(each() is not None for each in alive), "an earlier one is kept"
+        made = tensor.detach().clone()
+        alive.append(ref(made))
+        return made
+
+    parameters = Parameters(small())
+    monkeypatch.setattr(parameters_module, "whole", made_whole)
+    parameters.save(tmp_path / "model.safetensors", {})
+    assert len(alive) == len(parameters.state_dict())
+
+
+def test_a_rank_gives_its_part_of_every_tensor_whatever_happens_to_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the others would wait for ever. Holds `Parameters.save`."""
+    parameters = Parameters(small())
+    asked: list[Tensor] = []
+
+    def made_whole(tensor: Tensor) -> Tensor:
+        asked.append(tensor)
+        return tensor.detach()
+
+    monkeypatch.setattr(parameters_module, "whole", made_whole)
+    count = len(parameters.state_dict())
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        parameters.save(tmp_path / "file" / "model.safetensors", {})
+    assert len(asked) == count
+    parameters.save(tmp_path / "other", {}, writes=False)
+    assert len(asked) == 2 * count and not (tmp_path / "other").exists()
 
 
 def test_buffers_whose_sign_torch_has_not_written_yet_are_saved_as_they_read(

@@ -18,7 +18,7 @@ from narrows.proto.layout import build_table
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("proto", "broker", "learner", "bench")
 
-STATEMENTS_MAX = {"proto": 2176, "broker": 4755, "learner": 2595, "bench": 3182, "tests": 8540}
+STATEMENTS_MAX = {"proto": 2226, "broker": 4975, "learner": 3220, "bench": 3217, "tests": 9205}
 """Statements of a folder without docstrings. Lines are free: a cap of lines packs the code.
 To record inputs and play them again has an allowance of its own in these numbers."""
 

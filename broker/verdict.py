@@ -1,0 +1,350 @@
+"""One sentence about a run: how it is, whose fault it is, since when, and what to do. Pure.
+
+`narrows status` and the page tell it. A cause is named once it has lasted for EVIDENCE_S: for a
+moment after a start, or while a learner restarts, everything looks broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final, Literal, NamedTuple
+
+from narrows.proto.errors import ErrorCode
+from narrows.proto.messages import LearnerState, LearnerStatus, Phase, RefusalStatus, Status
+from narrows.proto.units import Size
+
+EVIDENCE_S: Final = 30.0
+"""A cause is named when it has lasted so long."""
+
+LOST_S: Final = 3600.0
+"""A learner that has been lost for longer than this is no news: it may never come back."""
+
+STUCK_GAPS: Final = 5
+"""Usual gaps between two versions without a new one, after which the run is stuck."""
+
+COMMITS_MIN: Final = 8
+"""Versions of this life from which on the times of commits are believed."""
+
+BYTES_PER_PARAMETER: Final = 12
+"""Bytes of a whole state of a fragment: three float32 for each parameter."""
+
+NAMED_MAX: Final = 3
+"""Most learners in one sentence."""
+
+SESSION_CODES: Final = (
+    ErrorCode.LAYOUT_DIFFERS,
+    ErrorCode.PROTOCOL_VERSION,
+    ErrorCode.WRONG_RUN,
+    ErrorCode.KEY_REFUSED,
+    ErrorCode.KEY_NAME,
+    ErrorCode.BAD_NAME,
+    ErrorCode.NOT_FINITE_SEED,
+    ErrorCode.NAME_IN_USE,
+    ErrorCode.OVER_CAPACITY,
+)
+"""Refusals that keep a learner out."""
+
+
+class Verdict(NamedTuple):
+    """The sentence."""
+
+    level: Literal["ok", "warning", "bad"]
+    """"bad": the run, or somebody's work, does not go on. "warning": it goes on, and not well."""
+    text: str
+    remedy: str = ""
+    """The next thing to do; "": nothing."""
+
+
+def verdict(status: Status) -> Verdict:
+    """The most urgent thing that is true of a run, or that all is well."""
+    rules = RUNNING if status.phase == Phase.RUNNING else OTHERWISE
+    for rule in rules:
+        found = rule(status)
+        if found is not None:
+            return found
+    return _well(status)
+
+
+def duration(seconds: float) -> str:
+    """A time for people: 40 s, 12 min, 3 h, 2 days."""
+    for unit, unit_s in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+# The broker.
+
+
+def _stops(status: Status) -> Verdict | None:
+    if not status.stopping:
+        return None
+    text = f"The broker stops: {status.stopping}"
+    return Verdict("warning", text, "Start it again with the same command: nothing is lost")
+
+
+def _disk_refuses(status: Status) -> Verdict | None:
+    disk = status.disk
+    if not disk.error or disk.error_s < EVIDENCE_S:
+        return None
+    text = f"The broker's disk has taken nothing for {duration(disk.error_s)}: {disk.error}"
+    remedy = "Make room on the disk of the state directory; learners train on, nothing is lost"
+    return Verdict("bad", text, remedy)
+
+
+def _disk_hangs(status: Status) -> Verdict | None:
+    for fragment, each in enumerate(status.fragments):
+        if each.stage == "committing" and each.stage_s >= EVIDENCE_S:
+            what = f"Version {each.version + 1} of fragment {fragment}"
+            text = f"{what} has waited for the broker's disk for {duration(each.stage_s)}"
+            return Verdict("bad", text, "See the disk of the state directory: iostat -x 1")
+    return None
+
+
+def _disk_is_slow(status: Status) -> Verdict | None:
+    commit_s = status.disk.commit_p50_ms / 1000
+    gap_s = _gap_s(status)
+    if status.merges < COMMITS_MIN or status.uptime_s < EVIDENCE_S or not 0 < gap_s <= commit_s:
+        return None
+    text = (
+        f"The broker's disk is slow: a version takes {commit_s:.1f} s to be written, and one is "
+        f"due every {gap_s:.1f} s"
+    )
+    return Verdict("warning", text, "Move the state directory to a faster disk")
+
+
+def _disk_fills(status: Status) -> Verdict | None:
+    free = status.disk.free_bytes
+    needed = BYTES_PER_PARAMETER * sum(each.elements for each in status.fragments)
+    if free is None or free >= needed:
+        return None
+    text = f"The broker's disk has {Size(free).text()} left, less than one copy of the run's state"
+    return Verdict("warning", text, "Make room on the disk of the state directory")
+
+
+def _workers_are_busy(status: Status) -> Verdict | None:
+    process = status.process
+    if process.busy_s < EVIDENCE_S:
+        return None
+    text = (
+        f"The broker cannot keep up: its workers have not rested for {duration(process.busy_s)}, "
+        f"and {process.queue:,} pieces of work wait"
+    )
+    remedy = "Give it faster cores, or raise fragments.sync_period_steps"
+    return Verdict("warning", text, remedy)
+
+
+def _budget_is_used_up(status: Status) -> Verdict | None:
+    line = status.line
+    for way, full_s, limits in (
+        ("up", line.up_full_s, "wan.up, wan.total_up"),
+        ("down", line.down_full_s, "wan.down, wan.total_down"),
+    ):
+        if full_s >= EVIDENCE_S:
+            text = f"The budget of the line {way} has been used up for {duration(full_s)}"
+            remedy = f"Raise {limits}, or fragments.sync_period_steps: versions come late"
+            return Verdict("warning", text, remedy)
+    return None
+
+
+# The learners.
+
+
+def _begins(status: Status) -> Verdict | None:
+    if status.phase != Phase.SEEDING:
+        return None
+    needed = status.quorum.at_start
+    here = status.quorum.here
+    if not here:
+        return Verdict(
+            "warning", "Nobody is here yet", "Start a learner with this broker's address"
+        )
+    if here < needed:
+        text = f"The run begins with {needed} learners, and {here} of them are here"
+        return Verdict("warning", text, "Start the others, or lower run.learners_at_start")
+    return Verdict("ok", "The run begins: version 0 is on its way")
+
+
+def _ends(status: Status) -> Verdict | None:
+    if status.phase not in (Phase.ENDING, Phase.ENDED):
+        return None
+    text = "The run has ended" if status.phase == Phase.ENDED else "The goal is reached"
+    if status.awaited:
+        what = "take the final model" if status.phase == Phase.ENDED else "push what is left"
+        text = f"{text}; {_names(status.awaited)} {_verb(status.awaited, 'has', 'have')} to {what}"
+    return Verdict("ok", f"{text}: {status.run_tokens:,} tokens")
+
+
+def _nobody_is_here(status: Status) -> Verdict | None:
+    quorum = status.quorum
+    if quorum.here or quorum.idle_s < EVIDENCE_S:
+        return None
+    text = f"No learner has been here for {duration(quorum.idle_s)}"
+    return Verdict("bad", text, "Start the learners again, with the same names")
+
+
+def _nobody_trains(status: Status) -> Verdict | None:
+    quorum = status.quorum
+    if quorum.training or quorum.idle_s < EVIDENCE_S:
+        return None
+    text = f"Nobody has trained for {duration(quorum.idle_s)}"
+    paused = _in_state(status, LearnerState.PAUSED)
+    if paused:
+        reasons = ", ".join(dict.fromkeys(each.reason for each in paused.values() if each.reason))
+        text = f"{text}: {_names(paused)} paused ({reasons or 'no reason told'})"
+        return Verdict("warning", text, "Nothing, if they evaluate; else see their training loops")
+    joining = _in_state(status, LearnerState.JOINING)
+    if joining:
+        text = f"{text}: {_names(joining)} still {_verb(joining, 'fetches', 'fetch')} the model"
+        return Verdict("warning", text, "Wait; if it lasts, see the line down and wan.down")
+    stalled = _in_state(status, LearnerState.STALLED)
+    text = f"{text}: {_names(stalled)} {_verb(stalled, 'makes', 'make')} no steps"
+    return Verdict("bad", text, "See what hangs there, or was stopped")
+
+
+def _line_up_is_cut(status: Status) -> Verdict | None:
+    cut = {n: each for n, each in status.learners.items() if each.no_data_s >= EVIDENCE_S}
+    if not cut:
+        return None
+    since_s = max(each.no_data_s for each in cut.values())
+    text = f"Nothing has come up from {_names(cut)} for {duration(since_s)}: pushes are announced"
+    remedy = "See whether a firewall closes the broker's uplink port, and whether the line carries"
+    return Verdict("bad", text, remedy)
+
+
+def _line_down_is_cut(status: Status) -> Verdict | None:
+    cut = {n: each for n, each in status.learners.items() if each.no_version_s >= EVIDENCE_S}
+    if not cut:
+        return None
+    since_s = max(each.no_version_s for each in cut.values())
+    text = f"No version has reached {_names(cut)} for {duration(since_s)}"
+    remedy = (
+        f"See whether a firewall closes the broker's downlink port {status.downlink_port}, whether "
+        "a relay runs, and whether the line carries"
+    )
+    return Verdict("bad", text, remedy)
+
+
+def _is_stuck(status: Status) -> Verdict | None:
+    last = status.last_merge
+    since_s = last.ago_s if last is not None else status.uptime_s
+    gap_s = _gap_s(status)
+    if not gap_s or since_s < max(EVIDENCE_S, STUCK_GAPS * gap_s):
+        return None
+    text = f"There has been no new version for {duration(since_s)}"
+    if status.waiting_for:
+        text = f"{text}: the run waits for {status.waiting_for[0]}"
+    remedy = "See that learner; if it is not to be waited for, lower merge.quorum"
+    return Verdict("bad", text, remedy)
+
+
+def _makes_no_steps(status: Status) -> Verdict | None:
+    stalled = _in_state(status, LearnerState.STALLED)
+    if not stalled:
+        return None
+    since_s = max(each.stepped_s for each in stalled.values())
+    verb = _verb(stalled, "makes", "make")
+    text = f"{_names(stalled)} {verb} no steps for {duration(since_s)}; no round waits for that"
+    return Verdict("warning", text, "See its process: a rank or its data loader hangs")
+
+
+def _is_lost(status: Status) -> Verdict | None:
+    lost = {
+        name: each
+        for name, each in _in_state(status, LearnerState.LOST).items()
+        if EVIDENCE_S <= each.since_s < LOST_S
+    }
+    if not lost:
+        return None
+    since_s = max(each.since_s for each in lost.values())
+    verb = _verb(lost, "has", "have")
+    text = f"{_names(lost)} {verb} been lost for {duration(since_s)}; the others train on"
+    remedy = "See whether the process runs and its line carries: it comes back by itself"
+    return Verdict("warning", text, remedy)
+
+
+def _was_refused(status: Status) -> Verdict | None:
+    kept_out = [each for each in status.refused if _is_kept_out(status, each)]
+    if not kept_out:
+        return None
+    newest = kept_out[-1]
+    who = newest.learner or "A peer"
+    text = f"{who} was refused {duration(newest.ago_s)} ago ({newest.code}): {newest.text}"
+    return Verdict("warning", text, _capital(ErrorCode(newest.code).remedy))
+
+
+def _is_kept_out(status: Status, refusal: RefusalStatus) -> bool:
+    learner = status.learners.get(refusal.learner)
+    has_joined = learner is not None and learner.heard_s < refusal.ago_s
+    return refusal.code in SESSION_CODES and not has_joined
+
+
+def _is_short(status: Status) -> Verdict | None:
+    quorum = status.quorum
+    if quorum.short_s < EVIDENCE_S:
+        return None
+    text = (
+        f"The quorum of {quorum.needed} has not been reached for {duration(quorum.short_s)}: "
+        f"{quorum.training} {_verb(range(quorum.training), 'learner trains', 'learners train')}"
+    )
+    return Verdict("warning", text, "Start more learners, or lower merge.quorum")
+
+
+def _well(status: Status) -> Verdict:
+    training = status.quorum.training
+    text = f"All is well: {training} {_verb(range(training), 'learner trains', 'learners train')}"
+    if status.tokens_per_s:
+        text = f"{text}, {status.tokens_per_s:,.0f} tokens a second"
+    if status.left_s is not None:
+        text = f"{text}, {duration(status.left_s)} to the goal"
+    return Verdict("ok", text)
+
+
+Rule = Callable[[Status], Verdict | None]
+
+OTHERWISE: Final[tuple[Rule, ...]] = (_stops, _disk_refuses, _was_refused, _begins, _ends)
+"""The rules before a run begins and when it ends, the most urgent first."""
+
+RUNNING: Final[tuple[Rule, ...]] = (
+    _stops,
+    _disk_refuses,
+    _disk_hangs,
+    _nobody_is_here,
+    _nobody_trains,
+    _line_up_is_cut,
+    _line_down_is_cut,
+    _is_stuck,
+    _disk_is_slow,
+    _workers_are_busy,
+    _budget_is_used_up,
+    _makes_no_steps,
+    _is_lost,
+    _was_refused,
+    _is_short,
+    _disk_fills,
+)
+"""The rules while it runs. A cause comes before what follows from it."""
+
+
+def _gap_s(status: Status) -> float:
+    """Usual seconds between two versions, whatever their fragments; 0: not known yet."""
+    return status.period_s / max(1, len(status.fragments))
+
+
+def _in_state(status: Status, state: LearnerState) -> dict[str, LearnerStatus]:
+    return {name: each for name, each in status.learners.items() if each.state == state}
+
+
+def _names(names: Iterable[str]) -> str:
+    listed = list(names)
+    text = ", ".join(listed[:NAMED_MAX])
+    more = len(listed) - NAMED_MAX
+    return f"{text} and {more} more" if more > 0 else text
+
+
+def _verb(subjects: Iterable[object], one: str, several: str) -> str:
+    return one if len(list(subjects)) == 1 else several
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,56 @@
+"""Parameters that torch has sharded, in a group of one process: DTensors as several ranks have."""
+
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_cases import CASES, fsdp, mesh, whole_model
+from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Partial
+
+from narrows.learner.parameters import Parameters
+from narrows.proto.errors import LocalProtocolError
+from narrows.proto.layout import build_table
+
+
+@pytest.fixture(autouse=True)
+def group() -> Generator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_process(case: Callable[[Path], None], tmp_path: Path) -> None:
+    """Holds `Parameters`, `WeightWatch`."""
+    case(tmp_path)
+
+
+def test_one_rank_is_read_and_written_as_a_process_without_ranks() -> None:
+    """Holds `Parameters.view`."""
+    sharded = Parameters(fsdp())
+    plain = Parameters(whole_model())
+    for fragment in build_table(plain.layout.entries, 2):
+        values = np.empty((2, fragment.elements), np.float32)
+        for written in (True, False):
+            sharded.read(fragment, values[0])
+            plain.read(fragment, values[1])
+            assert values[0].tobytes() == values[1].tobytes()
+            if written:
+                sharded.write(fragment, values[0] * 2)
+                plain.write(fragment, values[0] * 2)
+
+
+def test_a_sum_that_is_not_made_yet_is_refused() -> None:
+    """Holds `Parameters`."""
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh(), [Partial()]))
+    with pytest.raises(LocalProtocolError, match=r"'weight' is a partial DTensor.*[Rr]edistribute"):
+        Parameters(model)
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh()))
+    assert [entry.name for entry in Parameters(model).layout.entries] == ["weight", "bias"]
