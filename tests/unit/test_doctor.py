@@ -189,10 +189,10 @@ def test_another_model_is_told(narrows: Narrows, tmp_path: Path) -> None:
 def test_a_refusal_is_told_to_its_learner_and_to_the_operator(
     code: ErrorCode, ill: tuple[ErrorCode, ...]
 ) -> None:
-    status = Status(refused=(RefusalStatus("site-a", code, "no", 3.0, 2),))
+    status = Status(refused=(RefusalStatus("site-a/0", code, "no", 3.0, 2),))
     for codes in (told.NAME, told.MODEL, told.RUN):
-        for name in ("", "site-a", "site-b"):
-            is_ill = codes == ill and name != "site-b"
+        for name in ("", "site-a", "site-b", "site"):
+            is_ill = codes == ill and name in ("", "site-a")
             finding = told.refusals(status, name, *codes)
             assert finding.verdict is (Verdict.FAILED if is_ill else Verdict.OK)
             assert bool(finding.remedy) is is_ill
