@@ -21,7 +21,7 @@ import zmq
 from narrows.broker.cli.plan import USABLE
 from narrows.broker.cli.status import LOOK_S, ask_status
 from narrows.broker.doctor import told
-from narrows.broker.doctor.findings import Check, Finding, failed, ok, unknown
+from narrows.broker.doctor.findings import Check, Finding, failed, ok, said, unknown
 from narrows.proto.config import Address
 from narrows.proto.errors import BrokerUnreachable, NarrowsError, Refused
 from narrows.proto.keys import SiteKey, servers_of
@@ -152,7 +152,14 @@ def key_admitted(visit: Visit) -> Finding:
 def answer(visit: Visit) -> Finding:
     """The broker answers a question."""
     begun_at = time.monotonic()
-    visit.status = _ask(visit)
+    try:
+        visit.status = _ask(visit)
+    except BrokerUnreachable as error:
+        return failed(
+            f"its handshakes succeed, and {said(error)}",
+            "is its process stopped now? Else full packets are lost on their way here, as in a "
+            "tunnel: let ICMP through, or set a smaller MTU at both ends",
+        )
     took_s = time.monotonic() - begun_at
     return ok(f"run {visit.status.run_id} is {visit.status.phase}; it took {_ms(took_s)}")
 
