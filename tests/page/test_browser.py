@@ -13,6 +13,7 @@ from urllib.request import urlopen
 import axe_playwright_python
 import pytest
 from acceptance.kit import Site
+from page.served import serve
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from narrows.bench.kit.processes import wait_until
@@ -68,13 +69,6 @@ class Shown:
         found = self.page.evaluate("axe.run({runOnly: ['wcag2a', 'wcag2aa']})")
         assert [(each["id"], each["nodes"][0]["html"]) for each in found["violations"]] == []
         assert self.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-
-def serve(site: Site, *more: str) -> str:
-    """Starts `narrows page` on any free port, and returns its address."""
-    page = site.command("page", "page", site.address, "--listen", "tcp://127.0.0.1:0", *more)
-    wait_until(lambda: "http://" in page.log, "the page's address", page)
-    return page.log.partition("is at ")[2].partition(";")[0]
 
 
 def seconds(page: Page, happens: Callable[[], None], selector: str, word: str) -> float:
