@@ -13,7 +13,6 @@ from urllib.request import urlopen
 import axe_playwright_python
 import pytest
 from acceptance.kit import Site
-from page.served import serve
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from narrows.bench.kit.processes import wait_until
@@ -90,7 +89,7 @@ def test_a_run_is_seen_from_the_first_learner_to_a_broker_that_returns(
     site: Site, browser: Browser, scheme: str, request: pytest.FixtureRequest
 ) -> None:
     broker = site.broker("wan.total_up=20 Mbit/s", "wan.total_down=20 Mbit/s")
-    address = serve(site)
+    address = site.page()
     wide = Shown(browser, address, "wide", scheme)
     phone = Shown(browser, address, "phone", scheme)
     wide.reads("#sentence", "Nobody is here yet")
@@ -133,7 +132,7 @@ def test_a_run_is_seen_from_the_first_learner_to_a_broker_that_returns(
 
 def test_the_page_ends_by_a_signal_while_somebody_looks(site: Site, browser: Browser) -> None:
     site.broker()
-    address = serve(site)
+    address = site.page()
     shown = Shown(browser, address, "wide", "light")
     shown.reads("#sentence", "Nobody is here yet")
     site.running["page"].signal(signal.SIGTERM)
@@ -143,7 +142,7 @@ def test_the_page_ends_by_a_signal_while_somebody_looks(site: Site, browser: Bro
 
 def test_metrics_are_served_in_the_format_of_prometheus(site: Site) -> None:
     site.broker()
-    address = serve(site)
+    address = site.page()
 
     def text() -> Any:
         return urlopen(f"{address}/metrics").read().decode()

@@ -10,7 +10,6 @@ from urllib.request import urlopen
 
 import pytest
 from acceptance.kit import Site
-from page.served import serve
 
 from narrows.bench.kit.processes import LOOPBACK, Child, three_ports, wait_until
 
@@ -41,7 +40,7 @@ def test_the_alerts_name_metrics_that_the_page_serves(site: Site) -> None:
     site.broker()
     site.learner("site-a")
     site.contribute("site-a")
-    address = f"{serve(site)}/metrics"
+    address = f"{site.page()}/metrics"
     wait_until(lambda: b"narrows_up 1.0" in urlopen(address).read(), "an answer of the broker")
     served = urlopen(address).read().decode()
     rules = (ALERTS / "alerts.yml").read_text()
@@ -55,7 +54,7 @@ def test_prometheus_scrapes_the_page(site: Site, tmp_path: Path) -> None:
     site.broker()
     site.learner("site-a")
     site.contribute("site-a")
-    target = serve(site).removeprefix("http://")
+    target = site.page().removeprefix("http://")
     configuration = tmp_path / "prometheus.yml"
     configuration.write_text(CONFIGURATION.format(alerts=ALERTS / "alerts.yml", target=target))
     place = f"{LOOPBACK}:{site.stack.enter_context(three_ports(LOOPBACK))}"
