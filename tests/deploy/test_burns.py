@@ -57,10 +57,11 @@ def store(site: Site) -> Iterator[S3Store]:
 
 
 def manifest(store: S3Store) -> Manifest:
-    """The newest one; before the first, an empty one."""
+    """The newest one; before the first, an empty one. This server, unlike S3, shows an object while
+    it is being written: then there is none, either."""
     try:
         return msgspec.json.decode(bytes(obstore.get(store, LATEST).bytes()), type=Manifest)
-    except FileNotFoundError:
+    except (FileNotFoundError, msgspec.DecodeError):
         return Manifest("")
 
 
