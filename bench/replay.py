@@ -38,7 +38,7 @@ def replay(file: Path, /, *, last: int = 200) -> None:
         raise ConfigError(
             f"{file}",
             expected="a file of inputs",
-            got=str(error),
+            got=error.strerror or str(error),
             remedy="the log of the broker or the learner names the file that it has written",
         ) from error
     try:

@@ -171,7 +171,7 @@ def _ends(status: Status) -> Verdict | None:
     text = "The run has ended" if status.phase == Phase.ENDED else "The goal is reached"
     if status.awaited:
         what = "take the final model" if status.phase == Phase.ENDED else "push what is left"
-        text = f"{text}; {_names(status.awaited)} {_verb(status.awaited, 'has', 'have')} to {what}"
+        text = f"{text}; {named(status.awaited)} {_verb(status.awaited, 'has', 'have')} to {what}"
     return Verdict("ok", f"{text}: {status.run_tokens:,} tokens")
 
 
@@ -191,14 +191,14 @@ def _nobody_trains(status: Status) -> Verdict | None:
     paused = _in_state(status, LearnerState.PAUSED)
     if paused:
         reasons = ", ".join(dict.fromkeys(each.reason for each in paused.values() if each.reason))
-        text = f"{text}: {_names(paused)} paused ({reasons or 'no reason told'})"
+        text = f"{text}: {named(paused)} paused ({reasons or 'no reason told'})"
         return Verdict("warning", text, "Nothing, if they evaluate; else see their training loops")
     joining = _in_state(status, LearnerState.JOINING)
     if joining:
-        text = f"{text}: {_names(joining)} still {_verb(joining, 'fetches', 'fetch')} the model"
+        text = f"{text}: {named(joining)} still {_verb(joining, 'fetches', 'fetch')} the model"
         return Verdict("warning", text, "Wait; if it lasts, see the line down and wan.down")
     stalled = _in_state(status, LearnerState.STALLED)
-    text = f"{text}: {_names(stalled)} {_verb(stalled, 'makes', 'make')} no steps"
+    text = f"{text}: {named(stalled)} {_verb(stalled, 'makes', 'make')} no steps"
     return Verdict("bad", text, "See what hangs there, or was stopped")
 
 
@@ -207,7 +207,7 @@ def _line_up_is_cut(status: Status) -> Verdict | None:
     if not cut:
         return None
     since_s = max(each.no_data_s for each in cut.values())
-    text = f"Nothing has come up from {_names(cut)} for {duration(since_s)}: pushes are announced"
+    text = f"Nothing has come up from {named(cut)} for {duration(since_s)}: pushes are announced"
     remedy = "See whether a firewall closes the broker's uplink port, and whether the line carries"
     return Verdict("bad", text, remedy)
 
@@ -217,7 +217,7 @@ def _line_down_is_cut(status: Status) -> Verdict | None:
     if not cut:
         return None
     since_s = max(each.no_version_s for each in cut.values())
-    text = f"No version has reached {_names(cut)} for {duration(since_s)}"
+    text = f"No version has reached {named(cut)} for {duration(since_s)}"
     remedy = (
         f"See whether a firewall closes the broker's downlink port {status.downlink_port}, whether "
         "a relay runs, and whether the line carries"
@@ -244,21 +244,21 @@ def _makes_no_steps(status: Status) -> Verdict | None:
         return None
     since_s = max(each.stepped_s for each in stalled.values())
     verb = _verb(stalled, "makes", "make")
-    text = f"{_names(stalled)} {verb} no steps for {duration(since_s)}; no round waits for that"
+    text = f"{named(stalled)} {verb} no steps for {duration(since_s)}; no round waits for that"
     return Verdict("warning", text, "See its process: a rank or its data loader hangs")
 
 
-def _is_lost(status: Status) -> Verdict | None:
-    lost = {
-        name: each
-        for name, each in _in_state(status, LearnerState.LOST).items()
-        if EVIDENCE_S <= each.since_s < LOST_S
-    }
-    if not lost:
+def _is_not_heard(status: Status) -> Verdict | None:
+    """A fact and no cause, so it is told at once: the broker calls a learner silent after 3 s."""
+    away = _in_state(status, LearnerState.SILENT) | _in_state(status, LearnerState.LOST)
+    away = {name: each for name, each in away.items() if each.since_s < LOST_S}
+    training = status.quorum.training
+    if not away or not training:
         return None
-    since_s = max(each.since_s for each in lost.values())
-    verb = _verb(lost, "has", "have")
-    text = f"{_names(lost)} {verb} been lost for {duration(since_s)}; the others train on"
+    since_s = max(each.heard_s for each in away.values())
+    verb = _verb(away, "has", "have")
+    others = _verb(range(training), "the other trains on", f"the other {training} train on")
+    text = f"{named(away)} {verb} not been heard for {duration(since_s)}; {others}"
     remedy = "See whether the process runs and its line carries: it comes back by itself"
     return Verdict("warning", text, remedy)
 
@@ -318,7 +318,7 @@ RUNNING: Final[tuple[Rule, ...]] = (
     _workers_are_busy,
     _budget_is_used_up,
     _makes_no_steps,
-    _is_lost,
+    _is_not_heard,
     _was_refused,
     _is_short,
     _disk_fills,
@@ -335,7 +335,8 @@ def _in_state(status: Status, state: LearnerState) -> dict[str, LearnerStatus]:
     return {name: each for name, each in status.learners.items() if each.state == state}
 
 
-def _names(names: Iterable[str]) -> str:
+def named(names: Iterable[str]) -> str:
+    """Names in one line, not too many."""
     listed = list(names)
     text = ", ".join(listed[:NAMED_MAX])
     more = len(listed) - NAMED_MAX

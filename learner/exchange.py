@@ -69,6 +69,12 @@ class Exchange:
             _log.info("the model is here: versions %s", bases)
             if max(bases) > 0:
                 self._session.set_ramp(ramp_steps)
+                if ramp_steps:
+                    _log.info(
+                        "the optimizer is empty, so it warms up for %d steps: multiply its learning"
+                        " rate by lr_scale. With its state, loaded before the block, it does not",
+                        ramp_steps,
+                    )
 
     def _await_model(self) -> None:
         """Adopts what comes until the parameters stand on the run, and tells what is missing."""

@@ -29,6 +29,7 @@ from narrows.proto.codec import (
     CODECS,
     F32,
     RMS_SAMPLES_MAX,
+    Spread,
     encode_codes,
     piece_scales,
     read_only,
@@ -65,7 +66,7 @@ class TorchIsland(HostIsland):
 
     def snapshot(
         self, fragment: Fragment, published: Copy, base: int, settings: RunSettings
-    ) -> Callable[[], CodedPush]:
+    ) -> Callable[[Spread], CodedPush]:
         """Copies the parameters where they are; a GPU's copy is not waited for."""
         if not isinstance(published.rounded, Tensor):
             return super().snapshot(fragment, published, base, settings)
@@ -126,6 +127,7 @@ def encode_on_device(
     ready: torch.cuda.Event | None,
     base: int,
     settings: RunSettings,
+    spread: Spread,
 ) -> CodedPush:
     """Codes `published - local`, float32 (n,) on their device, with the bits of `encode_on_host`;
     only codes cross to the host. `ready` happens when `local` is complete."""
@@ -140,7 +142,7 @@ def encode_on_device(
         if not CODECS[codec].coded:
             whole = DeviceCodes(np.ones(len(fragment.pieces), np.float32), published - local)
             push = encode_on_host(
-                fragment, published.cpu().numpy(), local.cpu().numpy(), base, settings
+                fragment, published.cpu().numpy(), local.cpu().numpy(), base, settings, spread
             )
             return replace(push, on_device=whole)
         scales = _scales(fragment, published, local, settings.push_rho)
@@ -150,7 +152,7 @@ def encode_on_device(
         in_host_memory.copy_(codes, non_blocking=True)
         if stream is not None:
             stream.synchronize()
-    chunks = tuple(encode_codes(fragment, codec, scales, in_host_memory.numpy(), size))
+    chunks = tuple(encode_codes(fragment, codec, scales, in_host_memory.numpy(), size, spread))
     return CodedPush(base, codec, size, chunks, DeviceCodes(scales, codes))
 
 

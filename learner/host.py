@@ -23,18 +23,16 @@ from narrows.proto import wire
 from narrows.proto.codec import (
     F32,
     EncodedChunk,
-    advance_copy,
-    decode_chunk,
-    digest_of,
+    Spread,
+    assemble,
     encode_values,
     recut,
-    values_of,
 )
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError, fault
 from narrows.proto.flow import Sender
 from narrows.proto.layout import Fragment, check_layout, differences
 from narrows.proto.messages import LOSSLESS, DataKind, Header
-from narrows.proto.ports import Adoption, CodedPush, Copy, Island, Pool, Prepared, Wires
+from narrows.proto.ports import Adoption, CodedPush, CodingPool, Copy, Island, Prepared, Wires
 
 SENDS_PER_TURN: Final = 16
 """Data messages that leave before the training thread may have the lock."""
@@ -67,7 +65,7 @@ class LearnerHost:
         layout: msg.Layout,
         island: Island,
         wires: Wires,
-        pool: Pool,
+        pool: CodingPool,
         now: float,
         *,
         curve: bool = False,
@@ -115,7 +113,8 @@ class LearnerHost:
         self.turn(now)
 
     def data(self, frames: list[bytes], now: float) -> None:
-        """A data message of the downlink, as it came: topic, header, payload."""
+        """A data message of the downlink, as it came: topic, header, payload. `turn` follows: once
+        for all messages that came together, since it costs several times as much as a message."""
         self.sender.received([len(frame) for frame in frames], now)
         try:
             header = _checked_header(frames)
@@ -125,7 +124,6 @@ class LearnerHost:
         if self.session.chunk(header, now):
             key = (header.fragment, header.kind, header.version)
             self.payloads.setdefault(key, {})[header.chunk] = (header, frames[2])
-        self.perform(now)
 
     def turn(self, now: float) -> None:
         """The time has come, or a socket has room: sends what may leave."""
@@ -206,7 +204,7 @@ class LearnerHost:
         self._bases[effect.fragment] = new
         self._drop_effect(effect)  # Last: an exception may come between any two lines.
 
-    def snapshot_taken(self, effect: do.Snapshot, work: Callable[[], CodedPush]) -> None:
+    def snapshot_taken(self, effect: do.Snapshot, work: Callable[[Spread], CodedPush]) -> None:
         """The parameters are copied; a worker codes what they differ from their base."""
         index = effect.fragment
 
@@ -220,7 +218,7 @@ class LearnerHost:
                 self.session.encoded(index, effect.push_id, now)
             self.turn(now)
 
-        self._pool.run(work, coded)
+        self._pool.run(lambda: work(self._pool.spread), coded)
         self._drop_effect(effect)
 
     def seed_read(self, fragment: Fragment, values: F32) -> None:
@@ -243,7 +241,11 @@ class LearnerHost:
                 self._put(do.SendChunks(DataKind.SEED, index), 0, LOSSLESS, result)
             self._pump(now)
 
-        self._pool.run(lambda: list(encode_values(fragment, values, chunk_elements=size)), coded)
+        def work() -> list[EncodedChunk]:
+            spread = self._pool.spread
+            return list(encode_values(fragment, values, chunk_elements=size, spread=spread))
+
+        self._pool.run(work, coded)
         self._seeding = True  # Not sooner: an exception would end the seeding for good.
 
     def _drop_effect(self, effect: do.Effect) -> None:
@@ -303,8 +305,8 @@ class LearnerHost:
         fragment = self._fragment(index)
         settings = self.session.settings
         arrived = self.payloads[index, effect.kind, effect.version]
-        chunks = [arrived[chunk] for chunk in sorted(arrived)]
-        first, _ = chunks[0]
+        first, _ = arrived[0]
+        payloads = [(arrived[chunk][0].codec, arrived[chunk][1]) for chunk in sorted(arrived)]
         # A state stands alone, a publication is added to the copy before it.
         previous = None
         size = settings.state_chunk_elements
@@ -313,15 +315,11 @@ class LearnerHost:
             size = settings.chunk_elements
 
         def work() -> tuple[Copy, bool]:
-            decoded = [
-                decode_chunk(fragment, header.codec, size, header.chunk, payload)
-                for header, payload in chunks
-            ]
-            if previous is None:
-                values = values_of(fragment, decoded)
-            else:
-                values = advance_copy(fragment, previous, decoded)
-            return self.island.copy(fragment, values), digest_of(values) == first.result_digest
+            spread = self._pool.spread
+            values, digest = assemble(
+                fragment, previous, payloads, chunk_elements=size, spread=spread
+            )
+            return self.island.copy(fragment, values), digest == first.result_digest
 
         def made(result: tuple[Copy, bool] | BaseException, now: float) -> None:
             if isinstance(result, RemoteProtocolError):

@@ -27,16 +27,24 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from narrows.proto.codec import F32, empty_f32, encode_push, kernel, read_only, round_to_dtype
+from narrows.proto.codec import (
+    F32,
+    I8,
+    I64,
+    Spread,
+    empty_f32,
+    encode_push,
+    kernel,
+    read_only,
+    round_to_dtype,
+)
 from narrows.proto.codec import warm_up as warm_up_codecs
-from narrows.proto.layout import BLOCK, Fragment, Piece
+from narrows.proto.layout import Fragment, Piece
 from narrows.proto.messages import DtypeName, RunSettings
 from narrows.proto.ports import Adoption, CodedPush, Copy, Prepared
 
-SLICE: Final = 4 * BLOCK
-"""Elements prepared at once without a push; with one it is a chunk of it, decoded within cache."""
-
 NO_PUSH: Final = read_only(np.empty(0, np.float32))
+ONE_SCALE: Final = read_only(np.ones(1, np.float32))
 
 
 class ParameterSource(Protocol):
@@ -80,7 +88,7 @@ class HostIsland:
 
     def snapshot(
         self, fragment: Fragment, published: Copy, base: int, settings: RunSettings
-    ) -> Callable[[], CodedPush]:
+    ) -> Callable[[Spread], CodedPush]:
         """Copies the parameters; the published copy is never written to."""
         local = self.read(fragment)
         return partial(encode_on_host, fragment, published.rounded, local, base, settings)
@@ -122,13 +130,24 @@ class HostIsland:
 
 
 def encode_on_host(
-    fragment: Fragment, published: F32, local: F32, base: int, settings: RunSettings
+    fragment: Fragment,
+    published: F32,
+    local: F32,
+    base: int,
+    settings: RunSettings,
+    spread: Spread,
 ) -> CodedPush:
     """Codes `published - local`, float32 (n,). Raises LocalProtocolError NOT_FINITE."""
     codec = settings.push_codec
     size = settings.chunk_elements
     chunks = encode_push(
-        fragment, published, local, codec=codec, rho=settings.push_rho, chunk_elements=size
+        fragment,
+        published,
+        local,
+        codec=codec,
+        rho=settings.push_rho,
+        chunk_elements=size,
+        spread=spread,
     )
     return CodedPush(base, codec, size, tuple(chunks))
 
@@ -139,15 +158,30 @@ def is_copy(rule: Adoption) -> bool:
 
 
 @kernel
-def prepare_kernel(old: F32, new: F32, push: F32, keep: np.float32, merged: bool, out: F32) -> None:
-    """The first part of the rule. All are float32 (n,); `push` may be empty, which means 0."""
-    for i in range(out.size):
-        mine = push[i] if push.size else np.float32(0.0)
-        value = new[i]
-        # Without this test, 0 times a nan of the old copy would spoil the new one.
-        if keep > np.float32(0.0):
-            value = value - keep * (old[i] - mine)
-        out[i] = value if merged else value - mine
+def prepare_kernel(
+    old: F32,
+    new: F32,
+    multiples: I8 | F32,
+    bounds: I64,
+    scales: F32,
+    keep: np.float32,
+    merged: bool,
+    out: F32,
+) -> None:
+    """The first part of the rule for a chunk: old, new and out are float32 (n,). The push is scale
+    times `multiples` (n,), by spans; these may be empty, and then it is 0."""
+    for span in range(scales.size):
+        scale = scales[span]
+        first, end = bounds[span], bounds[span + 1]
+        part_old, part_new, part = old[first:end], new[first:end], multiples[first:end]
+        part_out = out[first:end]
+        for i in range(part_out.size):
+            mine = scale * np.float32(part[i]) if multiples.size else np.float32(0.0)
+            value = part_new[i]
+            # Without this test, 0 times a nan of the old copy would spoil the new one.
+            if keep > np.float32(0.0):
+                value = value - keep * (part_old[i] - mine)
+            part_out[i] = value if merged else value - mine
 
 
 @kernel
@@ -163,16 +197,22 @@ def prepare_on_host(fragment: Fragment, rule: Adoption) -> F32:
     new = read_only(rule.new.rounded)
     keep = np.float32(rule.keep)
     out = empty_f32(fragment.elements)
-    size = rule.push.chunk_elements if rule.push else SLICE
-    scratch = empty_f32(min(size, fragment.elements))
+    size = rule.push.chunk_elements if rule.push else fragment.elements
     for chunk in range(fragment.chunk_count(size)):
         offset, count = fragment.chunk(chunk, size)
-        push = NO_PUSH
+        multiples: I8 | F32 = NO_PUSH
+        bounds = np.array([0, count])
+        scales = ONE_SCALE
         if rule.push is not None:
-            rule.push.chunks[chunk].decoded.values(scratch[:count])
-            push = read_only(scratch[:count])
+            decoded = rule.push.chunks[chunk].decoded
+            multiples = decoded.multiples()
+            bounds = decoded.bounds
+            scales = decoded.scales
         place = slice(offset, offset + count)
-        prepare_kernel(old[place], new[place], push, keep, rule.merged, out[place])
+        prepare_kernel(
+            old[place], new[place], multiples, read_only(bounds), scales, keep, rule.merged,
+            out[place],
+        )  # fmt: skip
     return read_only(out)
 
 
@@ -187,7 +227,10 @@ def _adopt(params: F32, out: F32, keep: float) -> None:
 def warm_up() -> None:
     """Loads every kernel that a learner runs: one that is loaded later would hold training up."""
     warm_up_codecs()
-    values = np.ones(2, np.float32)
+    one = ONE_SCALE
     half = np.float32(0.5)
-    prepare_kernel(read_only(values), read_only(values), NO_PUSH, half, False, values.copy())
-    adopt_kernel(values, read_only(values), half)
+    bounds = read_only(np.array([0, 1]))
+    codes: tuple[I8 | F32, ...] = (one, read_only(np.ones(1, np.int8)))
+    for multiples in codes:
+        prepare_kernel(one, one, multiples, bounds, one, half, False, one.copy())
+    adopt_kernel(one.copy(), one, half)

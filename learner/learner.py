@@ -58,9 +58,10 @@ class Learner:
     at most `leave_timeout_s` seconds (None: while something moves, and half a minute). When the
     body raised, it leaves at once.
 
-    `optimizer` may be a list, or a wrapper around torch optimizers. `broker`, `name` and `key` (the
-    key file of the site) may come from NARROWS_BROKER, NARROWS_NAME and NARROWS_KEY. `merge_rules`
-    is described at Parameters. `events` is a file that gets one JSON line per event.
+    `optimizer` may be a list, or a wrapper around torch optimizers. `broker`, `name`, `key` (the
+    key file of the site) and `workers` (threads that code in the background; else a quarter of the
+    cores, at most 8) may come from NARROWS_BROKER, NARROWS_NAME, NARROWS_KEY and NARROWS_WORKERS.
+    `merge_rules` is described at Parameters. `events` is a file that gets one JSON line per event.
 
     Several ranks of torch.distributed are one learner: every rank makes a Learner and the same
     steps, rank 0 speaks with the broker, and all read one clock. Each rank logs its own tokens.
@@ -84,6 +85,7 @@ class Learner:
         join_timeout_s: float = 60.0,
         leave_timeout_s: float | None = None,
         events: str | os.PathLike[str] | None = None,
+        workers: int | None = None,
         data_parallel: Any = None,
     ) -> None:
         is_rank = is_one_of_several()
@@ -95,7 +97,7 @@ class Learner:
 
         def exchange_over(island: Island) -> Exchange:
             link = Link(
-                join_target(broker, name, key), self._parameters.layout, island,
+                join_target(broker, name, key, workers), self._parameters.layout, island,
                 events=None if events is None else Path(events),
             )  # fmt: skip
             return Exchange(link, join_timeout_s=join_timeout_s, adopting=self._watch.adopting)

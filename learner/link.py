@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,7 +51,7 @@ class Link:
     """One incarnation of a learner at one broker, from `start` to `close`.
 
     Whoever calls `host` holds `lock`, which tells those that wait for it of each turn. The host
-    calls the ports `control`, `data` and `run`.
+    calls the ports `control`, `data`, `run` and `spread`.
     """
 
     def __init__(
@@ -107,8 +107,12 @@ class Link:
         return False
 
     def run(self, work: Callable[[], Any], done: Done) -> None:
-        """Runs `work` on the worker."""
+        """Runs `work` on a worker."""
         self._workers.run(work, done)
+
+    def spread(self, call: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        """Within a work: `call` of each item, by all workers that are idle."""
+        return self._workers.spread(call, items)
 
     # The training thread.
 
@@ -123,7 +127,7 @@ class Link:
             )
         if self._events_path is not None:
             self._events = EventFile(self._events_path)
-        self._workers = Workers(1, "narrows-learner")
+        self._workers = Workers(self.target.workers, "narrows-learner")
         self._dial()
         self._is_open = True
         self._thread.start()

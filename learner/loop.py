@@ -3,7 +3,6 @@ newcomer warms up."""
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
@@ -16,8 +15,10 @@ from narrows.learner.parameters import misuse
 
 Loss: TypeAlias = float | Tensor
 
-RAMP_STEPS_MIN: Final = 20
-"""Measured: with empty Adam moments a full learning rate gains nothing in the first 20 steps."""
+RAMP_STEPS: Final = 20
+"""Measured: with empty Adam moments a full learning rate gains nothing in the first 20 steps. After
+them the second moment is a mean of 20 squared gradients, which is what beta2 0.95 has for ever.
+With a beta2 nearer to 1 the mean goes on growing longer, and a longer ramp lost."""
 
 
 class StepLog:
@@ -117,18 +118,11 @@ def bare_optimizers(optimizer: Any) -> list[Optimizer]:
 
 
 def ramp_steps(optimizers: Sequence[Optimizer]) -> int:
-    """Steps until the optimizers' empty moments mean something: 1/(1 - beta2), at least 20.
-
-    The largest number over the optimizers; 0 if each has its state or, as plain SGD, keeps none.
-    """
-    longest = 0
+    """Steps until the optimizers' empty moments mean something: RAMP_STEPS, or 0 if each of them
+    has its state or, as plain SGD, keeps none."""
     for optimizer in optimizers:
         groups = optimizer.param_groups
         keeps_state = not isinstance(optimizer, SGD) or any(group["momentum"] for group in groups)
-        if optimizer.state or not keeps_state:
-            continue
-        beta2s = [float(group["betas"][1]) for group in groups if len(group.get("betas", ())) > 1]
-        # 1 / (1 - 0.999) is a little more than 1000 in floating point.
-        horizons = [math.ceil(1 / (1 - beta2) - 1e-6) for beta2 in beta2s if beta2 < 1]
-        longest = max([longest, RAMP_STEPS_MIN, *horizons])
-    return longest
+        if keeps_state and not optimizer.state:
+            return RAMP_STEPS
+    return 0

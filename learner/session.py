@@ -39,11 +39,6 @@ RETRIED_S: Final[dict[str, float]] = {
 not heal them. Another run is an outage: a learner meets it where the broker's state directory was
 lost, and its own run is back once the directory is. Every other code refuses a message."""
 
-STANDSTILL_S: Final = 60.0
-STANDSTILL_STEPS: Final = 20
-"""A loop that makes no step for so long, and for so many times its step time, counts as paused: no
-round waits for it. One of its ranks may hang, or a first step compiles the model."""
-
 FAILED_CODINGS_TOLD: Final = 3
 """So many pushes running that cannot be coded are noted, the last one with the remedy."""
 
@@ -130,9 +125,6 @@ class Session:
         """When the broker refused this learner first, if `refusal` is set."""
         self._hello_due = math.inf
         """Before the first connection nobody hears a Hello: it would wait, and be said twice."""
-        self._awake_at = math.inf
-        """When the training thread was here last. Infinite: since the last `tick`."""
-        self._stands_still = False
         self._report_at = -math.inf
         self._reported = self._news
         self._leaving_at: float | None = None
@@ -188,13 +180,10 @@ class Session:
     def foreseen(self, now: float) -> list[Adopt]:
         """The adoptions of the next boundary, as it would decide them now: they can be prepared. A
         training thread that waits adopts at once, and nothing is worth preparing for it."""
-        if self.ended or self.must_wait(now):
+        adopting = [part for part in self.parts if self._adopts(part)]
+        if self.ended or not adopting or self.must_wait(now):
             return []
-        return [
-            part.adoption(self._keep(part), final=self._has_ended)
-            for part in self.parts
-            if self._adopts(part)
-        ]
+        return [part.adoption(self._keep(part), final=self._has_ended) for part in adopting]
 
     def run_tokens(self, now: float) -> float:
         """The run's clock in tokens of all learners. It never falls."""
@@ -232,7 +221,10 @@ class Session:
     @property
     def merged_tokens(self) -> int:
         """Logged tokens whose work is in versions; each fragment has its share of a token."""
-        return sum(part.merged_tokens for part in self.parts) // max(1, len(self.parts))
+        settled = sum(part.merged_tokens for part in self.parts)
+        # A push counts once its version is here. Who leaves does not adopt that version any more.
+        here = sum(part.pushed_tokens for part in self.parts if part.pushed is Pushed.MERGED)
+        return (settled + here) // max(1, len(self.parts))
 
     @property
     def lost_tokens(self) -> int:
@@ -487,7 +479,6 @@ class Session:
         self.loss = loss
         self._losses = self._losses.with_one(loss)
         self._step_times.stepped(now)
-        self._awake()
         if self.beat.phase is Phase.RUNNING:
             self.heard_ending = False  # The step counts: the run goes on, with a larger goal.
         for part in self.parts:
@@ -509,7 +500,6 @@ class Session:
     def exchange_without_step(self) -> None:
         """Between two steps, while none is made: before the first, in lockstep, at the end."""
         self._step_times.interrupt()
-        self._awake()
         self._exchange()
 
     @recorded
@@ -546,7 +536,6 @@ class Session:
         """The loop makes no steps for a while, so no round should wait for it; None: it goes on."""
         self.paused = reason
         self._step_times.interrupt()
-        self._awake()
 
     @recorded
     def leave(self, now: float) -> None:
@@ -714,9 +703,6 @@ class Session:
         asks for what is missing, and leaves when due."""
         if self.ended or self.refused:
             return
-        self._awake_at = min(self._awake_at, now)
-        limit_s = max(STANDSTILL_S, STANDSTILL_STEPS * self._step_times.median_s())
-        self._stands_still = self.joined and now > self._awake_at + limit_s
         if self.connected and now >= self._heard_at + timing.SILENT_S:
             self.connected = False
         assemblies = [part.next_assembly(now) for part in self.parts]
@@ -731,11 +717,6 @@ class Session:
         elif now >= self._hello_due:
             self._hello(now)
         self._end_if_due(now)
-
-    def _awake(self) -> None:
-        """The training thread is here."""
-        self._awake_at = math.inf
-        self._stands_still = False
 
     def deadline(self, now: float) -> float:
         """The time of the next `tick` if nothing happens."""
@@ -784,20 +765,18 @@ class Session:
         return tuple(part.newest_copy for part in self.parts)
 
     @property
-    def _news(self) -> tuple[str | None, bool, bool, msg.FragmentIndexes]:
+    def _news(self) -> tuple[str | None, bool, msg.FragmentIndexes]:
         """The part of a Report that goes out at once when it changes."""
         is_ending = self.beat.phase is Phase.ENDING
         finished = tuple(part.index for part in self.parts if is_ending and part.finished)
-        return self.paused, self._stands_still, self.joined, finished
+        return self.paused, self.joined, finished
 
     def _report(self, now: float) -> None:
         if not self.connected:
             return
         self._report_at = now
         self._reported = self._news
-        paused, stands_still, _, finished = self._reported
-        if stands_still and paused is None:
-            paused = f"no steps for {now - self._awake_at:.0f} s"
+        paused, _, finished = self._reported
         bases = tuple(part.base for part in self.parts)
         report = msg.Report(
             steps=self.steps,

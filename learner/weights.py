@@ -126,6 +126,7 @@ class WeightWatch:
     def adopting(self) -> None:
         """Call before parameters move at this boundary. An exception may still keep them where they
         are."""
+        self._parameters.reshard()  # Else the next forward pass would not see the move.
         self._adopted = True
 
     def boundary_over(self) -> None:

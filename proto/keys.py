@@ -18,15 +18,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 import zmq
 from msgspec import Struct
-from zmq.auth.thread import ThreadAuthenticator
 
 from narrows.proto.errors import ConfigError
 from narrows.proto.messages import NAME_PATTERN, Name
+
+if TYPE_CHECKING:
+    from zmq.auth.thread import ThreadAuthenticator
 
 DOMAIN: Final = "narrows"
 """ZAP domain of the broker's sockets."""
@@ -304,6 +306,8 @@ def serve_keys(
     """Lets `admits(public key)` decide every CURVE handshake of the context's servers, on a thread
     of its own. Call it before they bind, and `stop()` the result at the end. Every frame that they
     receive then has the key of its connection as its User-Id."""
+    from zmq.auth.thread import ThreadAuthenticator  # It loads asyncio, which a client needs not.
+
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback(

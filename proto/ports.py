@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from narrows.proto.codec import F32, PushChunk
+from narrows.proto.codec import F32, PushChunk, Spread
 from narrows.proto.layout import Fragment
 from narrows.proto.messages import CodecName, DiskStatus, Layout, RunSettings
 
@@ -41,6 +41,15 @@ class Pool(Protocol):
 
     def run(self, work: Callable[[], Any], done: Done) -> None:
         """Runs `work` on a worker, then `done(result or exception, now)` on the loop."""
+
+
+class CodingPool(Pool, Protocol):
+    """Workers that share one work."""
+
+    def spread(self, call: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        """Within a work: `call` of each item, by its worker and by all that are idle. The results
+        are in the order of items, and the first item whose call raises ends all."""
+        ...
 
 
 # The learner's parameters.
@@ -106,9 +115,10 @@ class Island(Protocol):
 
     def snapshot(
         self, fragment: Fragment, published: Copy, base: int, settings: RunSettings
-    ) -> Callable[[], CodedPush]:
+    ) -> Callable[[Spread], CodedPush]:
         """Copies the parameters of a fragment now. A worker then calls the result, which codes
-        `published - parameters`, and raises LocalProtocolError NOT_FINITE."""
+        `published - parameters`, and raises LocalProtocolError NOT_FINITE. It may share its chunks
+        with other workers."""
         ...
 
     def prepare(self, fragment: Fragment, rule: Adoption) -> Prepared:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
@@ -20,6 +20,7 @@ class Workers:
     """
 
     def __init__(self, threads: int, name: str) -> None:
+        self._count = threads
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._finished: SimpleQueue[tuple[Future[Any], Done]] = SimpleQueue()
         self._closing = RLock()
@@ -34,6 +35,37 @@ class Workers:
 
         with suppress(RuntimeError):  # It is closed: nobody waits for the result.
             self._threads.submit(work).add_done_callback(hand_over)
+
+    def spread(self, call: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        """Within a work: `call` of each item, by its thread and by all that are idle. The results
+        are in the order of items. Raises the error of the first item that has one; no item that
+        comes after it begins any more, unless it has begun."""
+        given = list(items)
+        turns = iter(range(len(given)))  # One for all threads: to take the next turn is atomic.
+        results: dict[int, Any] = {}
+        errors: dict[int, BaseException] = {}
+
+        def share() -> None:
+            for turn in turns:
+                try:
+                    results[turn] = call(given[turn])
+                except BaseException as error:
+                    errors[turn] = error
+                    for _ in turns:  # Nobody takes another one.
+                        pass
+
+        helpers: list[Future[None]] = []
+        with suppress(RuntimeError):  # It is closed: this thread does all.
+            for _ in range(min(self._count, len(given)) - 1):
+                helpers.append(self._threads.submit(share))
+        share()
+        for helper in helpers:
+            # One that has not begun waits behind other work, and there is nothing left for it.
+            if not helper.cancel():
+                helper.result()
+        if errors:
+            raise errors[min(errors)]
+        return [results[turn] for turn in range(len(given))]
 
     def wake(self) -> None:
         """Makes the loop's poll return. Safe from any thread and from signal handlers."""

@@ -61,6 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seeds", type=int, default=100, help="simulated runs with faults")
     parser.addoption("--minutes", type=float, default=0.05, help="minutes of random frames")
     parser.addoption("--write-golden", action="store_true", help="of test_codec.py, from the code")
+    parser.addoption("--picture", help="file for the picture of the page while a learner is dead")
     parser.addoption("--first-seed", type=int, default=0, help="seed of the first of them")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from narrows.proto.ports import Done
@@ -102,6 +102,9 @@ class VirtualPool:
             self._turn(world.now)
 
         world.after(world.rng.uniform(0.0, longest_s), lambda: self._guard(finish))
+
+    def spread(self, call: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        return [call(item) for item in items]
 
     def _guard(self, moment: Callable[..., None], *given: Any) -> None:
         if self.alive:

@@ -27,7 +27,10 @@ def frame(file: Path, /, *, header: bool = False) -> None:
         body = file.read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"{file}", expected="a file with one frame", got=str(error), remedy="Correct the path"
+            f"{file}",
+            expected="a file with one frame",
+            got=error.strerror or str(error),
+            remedy="correct the path",
         ) from error
     try:
         shown = msgpack.unpackb(body, strict_map_key=False, object_pairs_hook=_named)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import os
+import sys
 import time
 from collections.abc import Iterator
 from itertools import chain
@@ -15,10 +16,12 @@ from narrows.broker.config import load_broker
 from narrows.broker.doctor import machine, way
 from narrows.broker.doctor.findings import Row, Verdict, examine
 from narrows.proto.config import parse_address
-from narrows.proto.errors import printable
+from narrows.proto.errors import ConfigError, printable
 from narrows.proto.keys import check_name
 
 MARKS: Final = {Verdict.OK: "✓", Verdict.FAILED: "✗", Verdict.UNKNOWN: "–"}  # noqa: RUF001
+
+TIMEOUT_S_MAX: Final = 600
 
 
 def doctor(
@@ -47,6 +50,10 @@ def doctor(
         json: Print the findings as JSON.
         timeout_s: Seconds to wait for one thing.
     """
+    if not 0 < timeout_s <= TIMEOUT_S_MAX:
+        raise ConfigError(
+            "--timeout-s", expected=f"seconds up to {TIMEOUT_S_MAX}", got=str(timeout_s)
+        )
     own: Iterator[Row] = iter(())
     if config or state_dir:
         began = (time.time(), time.monotonic())
@@ -79,7 +86,10 @@ def doctor(
 def _line(row: Row) -> str:
     finding = row.finding
     text = f"{MARKS[finding.verdict]} {row.check:16} {printable(finding.text)}"
-    return f"{text}\n{'':19}{printable(finding.remedy)}" if finding.remedy else text
+    if finding.remedy:
+        text += f"\n{'':19}{printable(finding.remedy)}"
+    # A terminal that has no such marks shows others.
+    return text.encode(sys.stdout.encoding, "replace").decode(sys.stdout.encoding)
 
 
 def _plain(row: Row) -> dict[str, str]:

@@ -50,6 +50,33 @@ FLIGHT_BYTES: Final = 16
 """A learner's fragment in flight."""
 FIRST_COPY_BYTES: Final = 3.4
 """A joiner's first copy, on the line."""
+COPY_BYTES: Final = 4
+"""A learner's published copy. Where parameters are bfloat16 or float16 there are two."""
+
+LINE_MIN: Final = 1000.0
+"""Bits per second. Below it a unit was forgotten."""
+
+SETTINGS: Final = {
+    "fragments": "fragments.count",
+    "sync_period_steps": "fragments.sync_period_steps",
+    "overlap_steps": "fragments.overlap_steps",
+}
+"""Figures that are settings of the broker, as `--set` names them."""
+
+UP, DOWN = "line of a learner, up (--wan)", "line of a learner, down (--wan)"
+IN, OUT = "line of the broker, in (--broker-wan)", "line of the broker, out (--broker-wan)"
+LATE, FLIGHT = "lateness of an update", "rounds in flight"
+
+FEWER_BITS: Final = "a longer fragments.sync_period_steps, a larger codec.rho"
+HELPS: Final = {
+    UP: FEWER_BITS,
+    DOWN: FEWER_BITS,
+    IN: FEWER_BITS,
+    OUT: f"{FEWER_BITS}; at a site of several learners a relay (`narrows relay`)",
+    LATE: "faster lines, a larger fragments.count, a larger codec.rho",
+    FLIGHT: "a longer fragments.sync_period_steps, faster lines",
+}
+"""By the fullest part, the changes that relieve it."""
 
 GAUSSIAN_BITS: Final = 2.05
 """Differential entropy of a Gaussian value of deviation 1."""
@@ -82,10 +109,12 @@ def figures(
     broker_line: float,
     fragments: int,
     period_steps: int,
+    ranks: int = 1,
 ) -> dict[str, Any]:
     """All that a run of P fragments and sync period H needs; units are in the names.
 
-    Lines are bit/s in each direction.
+    Lines are bit/s in each direction. Of an island of several ranks, rank 0 has the sockets, the
+    copies and the codes; a fragment moves to it, and back, at each exchange.
     """
     largest = -(-params // fragments)
     push = line_bits(config, config.codec.push, largest)
@@ -106,17 +135,19 @@ def figures(
     # Memory and disk, in bytes per parameter. On disk are two snapshots, a third one while it is
     # written, and the payloads since the older one.
     flight = min(IN_FLIGHT_MAX, fragments) / fragments
-    waiting = learners * (CODECS[config.codec.push].bits / 8 + push / 8)
+    own_push = CODECS[config.codec.push].bits / 8 + push / 8
+    copies = COPY_BYTES + own_push + FLIGHT_BYTES * flight
+    elsewhere = 1 - 1 / ranks
     memory = STATE_BYTES + FIRST_COPY_BYTES + PUBLICATIONS_KEPT * publish / 8
     written = learners * push / 8 / period_s
     disk = 3 * STATE_BYTES + 2 * SNAPSHOT_VERSIONS * period_s * written
     shares = {
-        "line of a learner, up (--wan)": up / line,
-        "line of a learner, down (--wan)": down / line,
-        "line of the broker, in (--broker-wan)": learners * up / broker_line,
-        "line of the broker, out (--broker-wan)": learners * down / broker_line,
-        "lateness of an update": exchange_s / step_s / LATE_STEPS_MAX,
-        "rounds in flight": round_s * fragments / period_s / IN_FLIGHT_MAX,
+        UP: up / line,
+        DOWN: down / line,
+        IN: learners * up / broker_line,
+        OUT: learners * down / broker_line,
+        LATE: exchange_s / step_s / LATE_STEPS_MAX,
+        FLIGHT: round_s * fragments / period_s / IN_FLIGHT_MAX,
     }
     return {
         "fragments": fragments,
@@ -130,8 +161,9 @@ def figures(
         "broker_out_bits_per_s": down * learners,
         "exchange_s": exchange_s,
         "join_s": 8 * FIRST_COPY_BYTES * params / spare if spare > 0 else None,
-        "broker_memory_bytes": params * (memory + flight * (MERGE_BYTES + waiting)),
-        "learner_memory_bytes": params * (4 + FLIGHT_BYTES * flight),
+        "broker_memory_bytes": params * (memory + flight * (MERGE_BYTES + learners * own_push)),
+        "learner_memory_bytes": params * copies,
+        "ranks_move_per_step_bytes": 2 * 4 * params * elsewhere / period_steps,
         "journal_per_hour_bytes": 3600 * params * written,
         "disk_bytes": params * disk,
         "shares": shares,
@@ -147,6 +179,7 @@ def plan(
     learners: int,
     wan: str,
     broker_wan: str = "",
+    ranks: int = 1,
     config: Path | None = None,
     setting: Annotated[list[str], Parameter(name=["--set", "-s"])] | None = None,
     json_: Annotated[bool, Parameter(name="--json")] = False,
@@ -159,22 +192,27 @@ def plan(
         learners: Number of learners.
         wan: Line of each learner, in each direction, such as 1Gbit/s.
         broker_wan: Line of the broker; as --wan if it is not given.
+        ranks: Processes of each learner, as torchrun starts them. Rank 0's host holds the copies:
+            `learner memory`, besides the model itself.
         config: TOML file of the broker. P and H in it stand, others are chosen.
         setting: KEY=VALUE, as for the broker.
         json_: Print JSON; units are in the names.
     """
     flags = assigned(setting or ())
     loaded = load_broker(config, flags)
-    line = BitRate.parse(wan, "--wan: ")
-    broker_line = BitRate.parse(broker_wan or wan, "--broker-wan: ")
+    line = _line(wan, "--wan")
+    broker_line = _line(broker_wan or wan, "--broker-wan")
     count = int(Amount.parse(params, "--params: "))
     step_s = Duration.parse(step, "--step: ")
-    if loaded.run.mode is Mode.DILOCO or min(count, learners, step_s, line, broker_line) <= 0:
+    if (
+        loaded.run.mode is Mode.DILOCO
+        or min(count, learners, ranks, step_s, line, broker_line) <= 0
+    ):
         raise ConfigError(
             "no plan for this",
             expected="a mode without lockstep, and sizes above 0",
-            got=f"{loaded.run.mode}, {count} parameters, {learners} learners, {step_s} s a step,"
-            f" {line} and {broker_line} bit/s",
+            got=f"{loaded.run.mode}, {count} parameters, {learners} learners of {ranks} ranks,"
+            f" {step_s} s a step, {line} and {broker_line} bit/s",
         )
     given = given_keys(BrokerConfig, config) | flags.keys()
     periods: Sequence[int] = SYNC_PERIODS
@@ -197,6 +235,7 @@ def plan(
             broker_line=broker_line,
             fragments=fragments,
             period_steps=steps,
+            ranks=ranks,
         )
         if made["fits"]:
             break
@@ -204,11 +243,26 @@ def plan(
     return int(not made["fits"])
 
 
+def _line(text: str, flag: str) -> BitRate:
+    """The bits per second of a line. Raises ConfigError, also where a unit was forgotten."""
+    rate = BitRate.parse(text, f"{flag}: ")
+    if 0 < rate < LINE_MIN:
+        raise ConfigError(
+            f"{flag}: a line of {rate:g} bit/s",
+            expected="a number with its unit, such as 1Gbit/s",
+            got=repr(text),
+            remedy=f"write {flag} {rate:g}Gbit/s if that is meant",
+        )
+    return rate
+
+
 def as_text(plan: dict[str, Any]) -> str:
     """The figures for people: each in a fitting unit, shares in per cent."""
     lines: list[str] = []
     units = {"_bits_per_s": BitRate, "_bytes": Size, "_s": Duration}
-    facts = {name: plan[name] for name in plan if name not in ("shares", "fullest", "fits")}
+    verdicts = ("shares", "fullest", "fits")
+    # Without ranks nothing moves between them.
+    facts = {name: plan[name] for name in plan if name not in verdicts and plan[name] != 0}
     for name, value in facts.items():
         ending = next((ending for ending in units if name.endswith(ending)), "")
         if value is None:
@@ -217,11 +271,13 @@ def as_text(plan: dict[str, Any]) -> str:
             text = units[ending](value).text()
         else:
             text = str(value)
-        lines.append(f"{name.removesuffix(ending).replace('_', ' '):40} {text}")
+        label = SETTINGS.get(name, name.removesuffix(ending).replace("_", " "))
+        lines.append(f"{label:40} {text}")
     lines += ["", *(f"{name:40} {share:.0%}" for name, share in plan["shares"].items()), ""]
     verdict = "It fits"
     if not plan["fits"]:
         verdict = f"It does not fit, as more than {USABLE:.0%} cannot be used"
     lines.append(f"{verdict}. Fullest: {plan['fullest']}.")
-    lines.append("What helps: a longer sync period, a larger codec.rho, a relay per site.")
+    if not plan["fits"]:
+        lines.append(f"What helps: {HELPS[plan['fullest']]}.")
     return "\n".join(lines)

@@ -1,54 +1,63 @@
-"""`narrows status`: asks a broker for the state of the run and shows it."""
+"""`narrows status` and `narrows watch`: ask a broker for the state of the run and show it."""
 
 from __future__ import annotations
 
 import json as json_module
 import os
 import time
-from contextlib import suppress
+from contextlib import closing
+from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
-import zmq
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from rich.markup import escape
 
+from narrows.broker.asking import Asker
 from narrows.broker.config import BrokerConfig
-from narrows.proto.config import Address, parse_address
+from narrows.broker.verdict import duration, verdict
 from narrows.proto.errors import (
     BrokerUnreachable,
     ConfigError,
-    ErrorCode,
-    NarrowsError,
-    Refused,
     printable,
 )
-from narrows.proto.keys import SiteKey, check_trust, read_site_key, servers_of
+from narrows.proto.keys import SiteKey, check_trust, read_site_key
 from narrows.proto.messages import (
-    CONTROL_BYTES_MAX,
-    AskStatus,
+    LearnerState,
     LearnerStatus,
-    Refuse,
+    Phase,
     Status,
 )
-from narrows.proto.sockets import Dial, Kind, needs_ipv6
-from narrows.proto.units import Size
-from narrows.proto.wire import decode_control, encode_control, plain
+from narrows.proto.units import Amount, Duration, Size
+from narrows.proto.wire import plain
 
-LOOK_S: Final = 0.1
-"""Longest time between two looks at a connection that says nothing."""
+if TYPE_CHECKING:  # It takes a tenth of a second to load, and JSON does without.
+    from rich.table import Table
 
 LEGEND: Final = (
-    "heard: time since its last message; logged: tokens that it has trained on since its start;\n"
-    "merged: those that are in the model; behind: versions that it has not adopted yet"
+    "merged: tokens in the model/that it has trained on; pushed: time since a push was merged;\n"
+    "up, down: bit/s of its data; behind: versions that it has not adopted yet"
 )
+
+PAUSE_S_MIN: Final = 0.1
+TIMEOUT_S: Final = 5.0
+"""Shortest time between two questions, and longest wait for an answer, while a run is followed."""
+
+LANE_COLOURS: Final[dict[str, str]] = {
+    LearnerState.TRAINING: "green",
+    LearnerState.STALLED: "yellow",
+    LearnerState.SILENT: "yellow",
+    LearnerState.LOST: "red",
+    LearnerState.REVOKED: "red",
+}
+
+MARKS: Final = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "bad": ("✗", "red")}
+"""Sign and colour of each level."""
 
 
 def status(
     broker: str | None = None, *, key: Path | None = None, json: bool = False, timeout_s: float = 5
 ) -> None:
-    """Show the learners, the progress of the run, and what it waits for.
+    """Say in one sentence how a run is and what to do, and show its learners.
 
     Args:
         broker: Control address of the broker (default: NARROWS_BROKER, the key's, or
@@ -60,13 +69,54 @@ def status(
     address, site, _ = find_broker(broker, key)
     answer = ask_status(address, site, timeout_s=timeout_s)
     if json:
-        # ASCII alone: escape sequences that a peer has written do nothing to a terminal.
-        print(json_module.dumps(plain(answer), indent=2))
-        return
-    for line in _headline(answer):
-        print(printable(line))
-    Console(highlight=False, soft_wrap=True).print(_table(answer.learners))
-    print(LEGEND)
+        print(json_module.dumps(_facts(answer), indent=2))
+    else:
+        _show(answer)
+
+
+def watch(
+    broker: str | None = None,
+    *,
+    key: Path | None = None,
+    every: str = "10s",
+    json: bool = False,
+) -> None:
+    """Follow a run: a line now and then, until it has ended.
+
+    Args:
+        broker: Control address of the broker (default: NARROWS_BROKER, the key's, or
+            tcp://127.0.0.1:7070).
+        key: Key file of a site, if the broker has keys (default: NARROWS_KEY).
+        every: Time between two lines, such as 10s or 1min.
+        json: Print everything as JSON, an object per line.
+    """
+    pause_s = max(PAUSE_S_MIN, float(Duration.parse(every, "--every: ")))
+    address, site, _ = find_broker(broker, key)
+    phase = ""
+    while phase != Phase.ENDED:
+        next_at = time.monotonic() + pause_s
+        try:
+            answer = ask_status(address, site, timeout_s=min(TIMEOUT_S, pause_s))
+        except BrokerUnreachable as error:
+            facts: dict[str, Any] = {"error": str(error)}
+            line = f"{MARKS['bad'][0]} {error}"
+        else:
+            phase = answer.phase
+            facts = _facts(answer)
+            found = verdict(answer)
+            line = f"{MARKS[found.level][0]} {found.text}"
+        if json:
+            print(json_module.dumps({"at_unix": round(time.time(), 3), **facts}), flush=True)
+        else:
+            print(f"{datetime.now():%H:%M:%S} {printable(line)}", flush=True)
+        if phase != Phase.ENDED:
+            time.sleep(max(0.0, next_at - time.monotonic()))
+
+
+def _facts(said: Status) -> dict[str, Any]:
+    """A Status and its verdict, for JSON; ASCII alone, as `json.dumps` writes it: escape sequences
+    of a peer do nothing to a terminal."""
+    return {**plain(said), "verdict": verdict(said)._asdict()}
 
 
 def find_broker(broker: str | None, key: Path | None) -> tuple[str, SiteKey | None, Path | None]:
@@ -97,93 +147,67 @@ def read_key(file: Path | None) -> SiteKey | None:
 def ask_status(broker: str, key: SiteKey | None, *, timeout_s: float) -> Status:
     """The Status of a broker. Raises ConfigError, Refused, and BrokerUnreachable, after
     `timeout_s` unless it is certain before."""
-    address = parse_address(broker)
-    until = time.monotonic() + timeout_s
-    *others, last = servers_of(key)
-    for server in others:
-        # A site trusts two keys while the broker changes its own; with the other one it breaks off.
-        with suppress(BrokerUnreachable):
-            return _ask(address, key, server, until)
-    return _ask(address, key, last, until)
+    with closing(Asker(broker, key)) as asker:
+        return asker.ask(timeout_s)
 
 
-def _ask(address: Address, key: SiteKey | None, server: str, until: float) -> Status:
-    """Asks over a connection that expects the broker whose public key is `server`."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    try:
-        ipv6 = needs_ipv6(address)
-        dial = Dial(context, Kind.LEARNER_CONTROL, address, key, server, ipv6=ipv6)
-        return _answer(dial, address, until)
-    finally:
-        context.destroy(linger=0)
+def _show(said: Status) -> None:
+    """Prints the sentence, the figures of the run, and a lane for each learner."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    found = verdict(said)
+    mark, colour = MARKS[found.level]
+    console.print(f"[bold {colour}]{mark}[/] {escape(printable(found.text))}")
+    if found.remedy:
+        console.print(f"  → {escape(printable(found.remedy))}")
+    for line in _figures(said):
+        console.print(escape(printable(line)))
+    console.print(_lanes(said.learners))
+    print(LEGEND)
 
 
-def _answer(dial: Dial, address: Address, until: float) -> Status:
-    """Asks once for each connection: a broker that ends before it answers, and starts again, has
-    not heard the question."""
-    trouble: NarrowsError | None = None
-    now = time.monotonic()
-    while now < until:
-        zmq.select([dial.socket, dial.monitor], [], [], min(LOOK_S, until - now))
-        if dial.look(now):
-            with suppress(zmq.Again):  # The connection is gone already, and comes again.
-                dial.socket.send_multipart(encode_control(AskStatus()), zmq.NOBLOCK)
-        trouble = dial.error(now)
-        # Silence decides nothing: a broker that is frozen may answer yet.
-        if trouble is not None and not dial.is_silent:
-            raise trouble
-        if dial.socket.poll(0):
-            said = decode_control(dial.socket.recv_multipart(), CONTROL_BYTES_MAX)
-            if isinstance(said, Status):
-                return said
-            if isinstance(said, Refuse):
-                raise Refused(
-                    ErrorCode(said.code),
-                    said.message,
-                    expected=said.expected,
-                    got=said.got,
-                    remedy=said.remedy,
-                )
-        now = time.monotonic()
-    raise trouble or BrokerUnreachable(
-        f"{address} did not answer", remedy="is the broker running, and is this its control port?"
-    )
-
-
-def _headline(said: Status) -> list[str]:
+def _figures(said: Status) -> list[str]:
     goal = f" of {said.goal_tokens:,}" if said.goal_tokens else ""
     versions = [each.version for each in said.fragments]
     spread = f"{min(versions)} to {max(versions)}" if min(versions, default=-1) >= 0 else "none yet"
-    pushes = said.contributions / max(1, said.merges)
+    newest = f", newest {duration(said.last_merge.ago_s)} ago" if said.last_merge else ""
     line = said.line
     lines = [
-        f"run {said.run_id}: {said.phase}; the broker is up for {said.uptime_s:.0f} s,"
-        f" has received {Size(line.up_bytes).text()} and sent {Size(line.down_bytes).text()}",
-        f"{said.run_tokens:,}{goal} tokens are learned, {said.tokens_per_s:,.0f} a second;"
-        f" newest versions of the fragments: {spread};"
-        f" {said.merges:,} merges of {pushes:.2f} pushes since the broker's start",
+        f"run {said.run_id} {said.phase}: {said.run_tokens:,}{goal} tokens learned,"
+        f" {said.tokens_per_s:,.0f} a second; versions {spread}{newest};"
+        f" {Size(line.up_bytes).text()} received, {Size(line.down_bytes).text()} sent"
+        f" in {duration(said.uptime_s)}"
     ]
     lines += [f"waits for {each}" for each in said.waiting_for]
     lines += [each.hint for each in said.learners.values() if each.hint]
     return lines
 
 
-def _table(learners: dict[str, LearnerStatus]) -> Table:
+def _lanes(learners: dict[str, LearnerStatus]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, pad_edge=False)
     for column in ("learner", "state"):
         table.add_column(column)
-    for column in ("heard", "steps/s", "loss", "logged", "merged", "behind"):
-        table.add_column(column, justify="right")
+    for column in ("steps/s", "loss", "merged", "pushed", "up", "down", "behind"):
+        table.add_column(column, justify="right", no_wrap=True)
     for name, each in learners.items():
         state = f"{each.state}: {each.reason}" if each.reason else each.state
+        if each.state != LearnerState.TRAINING:
+            state = f"{state}, {duration(each.since_s)}"
+        tokens = Amount(each.merged_tokens).text(), Amount(each.logged_tokens).text()
+        colour = LANE_COLOURS.get(each.state, "")
         table.add_row(
             printable(name),
-            Text(printable(state)),  # Markup in the words of a peer would be obeyed.
-            f"{each.heard_s:.0f} s",
+            Text(printable(state), colour),  # Markup in the words of a peer would be obeyed.
             f"{each.steps_per_s:.2f}",
             "-" if each.loss is None else f"{each.loss:.3f}",
-            f"{each.logged_tokens:,}",
-            f"{each.merged_tokens:,}",
+            "/".join(tokens),
+            "-" if each.merged_s is None else duration(each.merged_s),
+            Amount(each.up_bits_per_s).text(),
+            Amount(each.down_bits_per_s).text(),
             str(each.versions_behind),
         )
     return table

@@ -47,7 +47,7 @@ def unknown(text: str) -> Finding:
 
 @dataclass(frozen=True)
 class Check(Generic[Subject]):
-    """A question to a subject. `look` answers it, or raises NarrowsError, which is a failure."""
+    """A question to a subject. `look` answers it, or raises NarrowsError or OSError: a failure."""
 
     name: str
     look: Callable[[Subject], Finding]
@@ -73,6 +73,8 @@ def examine(checks: Iterable[Check[Subject]], subject: Subject) -> Iterator[Row]
                 finding = check.look(subject)
             except NarrowsError as error:
                 finding = failed(said(error), error.remedy)
+            except OSError as error:
+                finding = failed(str(error), "this machine refuses it: see its permissions and log")
         if finding.verdict is Verdict.OK:
             sound.add(check.name)
         yield Row(check.name, finding)

@@ -117,7 +117,7 @@ def clock(machine: Machine) -> Finding:
         return failed(f"the clock went {drift:+.1f} s beside its course meanwhile", remedy)
     if ahead > CLOCK_S:
         return failed(f"the newest round is {ahead:.0f} s in the future: it was set back", remedy)
-    return ok("it goes, and the newest round lies before it")
+    return ok("it goes, and no round lies in its future")
 
 
 CHECKS: Final = (

@@ -21,6 +21,7 @@ from msgspec import structs
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import warm_up
 from narrows.broker.process.host import Host
+from narrows.broker.process.manager import ServiceManager
 from narrows.broker.process.pipeline import CRASH_PLACES, result_of
 from narrows.broker.process.sockets import BrokerSockets
 from narrows.broker.store import DiskFull, Store
@@ -65,6 +66,7 @@ class Service:
         self._looked_at = -math.inf
         self._open_files = 0
         self._state_dir = Path(config.broker.state_dir)
+        self._manager = ServiceManager()
         self.is_saved = False
         """`run` has written everything that a start reads, and a start replays nothing."""
         with ExitStack() as undo:
@@ -116,12 +118,15 @@ class Service:
         """Serves until the run has ended or `stop` was called. Raises StateError if the state
         directory fails."""
         with self._undo:
+            self._manager.tell(f"READY=1\nSTATUS=serves on {self.sockets.listens_on}")
             try:
                 while self.host.finished is None:
                     self._turn()
             except Exception:
                 self.write_inputs()
                 raise
+            # Snapshots may take minutes. From here on the manager expects no sign of life.
+            self._manager.tell("STOPPING=1\nSTATUS=writes what the next start reads")
             # A commit that was under way is durable after this, and learners hear of it.
             self._workers.drain()
             self._workers.finish(time.monotonic())
@@ -162,7 +167,8 @@ class Service:
 
     def _turn(self) -> None:
         now = time.monotonic()
-        due_at = min(self.host.deadline(now), now + WAIT_S_MAX)
+        self._manager.alive(now)
+        due_at = min(self.host.deadline(now), now + WAIT_S_MAX, self._manager.due_at)
         poller = zmq.Poller()  # Made anew each time: a revocation replaces the sockets.
         for source in (*self.sockets.pollable, self._workers.wake_fd):
             poller.register(source, zmq.POLLIN)

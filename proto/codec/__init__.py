@@ -5,16 +5,19 @@ module cuts a fragment into chunks. Decoders trust nothing in a payload: peers w
 give the same bits on every machine, because both ends must hold the same published copy.
 
 A scale belongs to a tensor piece, not to a chunk: so chunks can be cut anew without another
-result. Encoders are generators, so that sending starts with the first chunk. Every receiver of a
-publication adds the same exact products to the same published copy, and holds the same bits.
-`chunks` and `decoded` are all DecodedChunks of a fragment, in order.
+result. Every receiver of a publication adds the same exact products to the same published copy, and
+holds the same bits. `chunks` and `decoded` are all DecodedChunks of a fragment, in order.
+
+Encoders are generators, so that sending starts with the first chunk. Chunks are independent, and
+kernels release the GIL. So whoever has threads gives their `spread`; the bits are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -51,11 +54,14 @@ from narrows.proto.wire import digest
 
 __all__ = [
     "CODECS", "F32", "F64", "I8", "I64", "RMS_SAMPLES_MAX", "RUN", "DecodedChunk", "EncodedChunk",
-    "PushChunk", "advance_copy", "all_finite", "decode_chunk", "digest_of", "empty_f32",
-    "encode_codes", "encode_push", "encode_step", "encode_values", "kernel", "piece_scales",
-    "read_only", "recut", "round_to_dtype", "sample_places", "uncached_advice", "values_of",
-    "warm_up",
+    "PushChunk", "Spread", "advance_copy", "all_finite", "assemble", "decode_chunk", "digest_of",
+    "empty_f32", "encode_codes", "encode_push", "encode_step", "encode_values", "kernel",
+    "piece_scales", "read_only", "recut", "round_to_dtype", "sample_places", "uncached_advice",
+    "values_of", "warm_up",
 ]  # fmt: skip
+
+Spread: TypeAlias = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+"""`map`, or one that shares the calls between threads: results in order, and the first error."""
 
 NOWHERE: Final = np.empty(0, np.float32)
 """Stands for an output that nobody wants."""
@@ -63,6 +69,9 @@ NOWHERE: Final = np.empty(0, np.float32)
 RMS_SAMPLES_MAX: Final = 1 << 14
 """Elements of a piece from which its rms is computed, with a relative error of about one per cent.
 To read all of them would take as long as the coding itself."""
+
+PIECES: Final = 4
+"""Pieces whose rms one thread computes at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +91,9 @@ class PushChunk(EncodedChunk):
     decoded: DecodedChunk
 
 
-def piece_scales(minuend: F32, bounds: I64, rho: float, *, subtrahend: F32 = NOTHING) -> F32:
+def piece_scales(
+    minuend: F32, bounds: I64, rho: float, *, subtrahend: F32 = NOTHING, spread: Spread = map
+) -> F32:
     """The scales (k,) of the pieces of minuend - subtrahend (n,): rho * rms, as bfloat16.
 
     `bounds` (k + 1,) cut the pieces. The rms is taken from at most RMS_SAMPLES_MAX elements of a
@@ -94,11 +105,16 @@ def piece_scales(minuend: F32, bounds: I64, rho: float, *, subtrahend: F32 = NOT
     """
     assert rho > 0 and fits(minuend, int(bounds[-1])), f"rho {rho}, {minuend.shape}"
     assert subtrahend is NOTHING or fits(subtrahend, minuend.size), subtrahend.shape
-    mean_squares = np.empty(bounds.size - 1, np.float64)
-    kernels.sampled_mean_squares(
-        read_only(minuend), read_only(subtrahend), read_only(bounds), RMS_SAMPLES_MAX, mean_squares
-    )
-    exact = rho * np.sqrt(mean_squares)
+    minuend, subtrahend, bounds = read_only(minuend), read_only(subtrahend), read_only(bounds)
+
+    def sampled(first: int) -> F64:
+        own = bounds[first : first + PIECES + 1]
+        mean_squares = np.empty(own.size - 1, np.float64)
+        kernels.sampled_mean_squares(minuend, subtrahend, own, RMS_SAMPLES_MAX, mean_squares)
+        return mean_squares
+
+    means = list(spread(sampled, range(0, bounds.size - 1, PIECES)))
+    exact = rho * np.sqrt(np.concatenate(means))
     _check_finite(bool(np.all(exact <= SCALE_MAX)))
     scales = exact.astype(np.float32)
     round_to_dtype(scales, "bfloat16", scales)
@@ -115,6 +131,7 @@ def encode_push(
     rho: float,
     chunk_elements: int,
     advanced: F32 = NOWHERE,
+    spread: Spread = map,
 ) -> Iterator[PushChunk]:
     """The outer gradient published - local (n,), chunk by chunk.
 
@@ -126,8 +143,10 @@ def encode_push(
     coder = CODECS[codec]
     scales = NOTHING
     if coder.coded:
-        scales = piece_scales(published, fragment.bounds, rho, subtrahend=local)
-    for index, place, bounds, pieces in _cuts(fragment, chunk_elements):
+        scales = piece_scales(published, fragment.bounds, rho, subtrahend=local, spread=spread)
+
+    def encode(cut: Cut) -> PushChunk:
+        index, place, bounds, pieces = cut
         minuend = read_only(published[place])
         subtrahend = read_only(local[place])
         out = advanced[place]
@@ -138,14 +157,15 @@ def encode_push(
                 minuend, subtrahend, bounds, own_scales, np.float32(coder.limit), codes, out
             )
             _check_finite(largest < kernels.INFINITE_BITS)
-            yield _sealed(index, code_payload(coder, codes, bounds, own_scales))
-        else:
-            with np.errstate(over="ignore", invalid="ignore"):  # The result is refused below.
-                difference = minuend - subtrahend
-            _check_finite(all_finite(difference))
-            if out.size:
-                kernels.add_nonzero(subtrahend, read_only(difference), out)
-            yield _sealed(index, float_payload(difference, bounds))
+            return _sealed(index, code_payload(coder, codes, bounds, own_scales))
+        with np.errstate(over="ignore", invalid="ignore"):  # The result is refused below.
+            difference = minuend - subtrahend
+        _check_finite(all_finite(difference))
+        if out.size:
+            kernels.add_nonzero(subtrahend, read_only(difference), out)
+        return _sealed(index, float_payload(difference, bounds))
+
+    yield from spread(encode, _cuts(fragment, chunk_elements))
 
 
 def encode_step(
@@ -177,14 +197,19 @@ def encode_step(
 
 
 def encode_values(
-    fragment: Fragment, values: F32, *, chunk_elements: int
+    fragment: Fragment, values: F32, *, chunk_elements: int, spread: Spread = map
 ) -> Iterator[EncodedChunk]:
     """The values (n,) without loss, for STATE and SEED; raises as `encode_push`."""
-    return _bare(_lossless(fragment, values, chunk_elements))
+    return _bare(_lossless(fragment, values, chunk_elements, spread))
 
 
 def encode_codes(
-    fragment: Fragment, codec: CodecName, scales: F32, codes: I8, chunk_elements: int
+    fragment: Fragment,
+    codec: CodecName,
+    scales: F32,
+    codes: I8,
+    chunk_elements: int,
+    spread: Spread = map,
 ) -> Iterator[PushChunk]:
     """A push whose codes (n,) and scales of pieces (k,) a GPU has made.
 
@@ -193,8 +218,12 @@ def encode_codes(
     coder = CODECS[codec]
     assert coder.coded and codes.shape == (fragment.elements,), f"{codec}, {codes.shape}"
     assert fits(scales, len(fragment.pieces)), scales.shape
-    for index, place, bounds, pieces in _cuts(fragment, chunk_elements):
-        yield _sealed(index, code_payload(coder, codes[place], bounds, scales[pieces]))
+
+    def encode(cut: Cut) -> PushChunk:
+        index, place, bounds, pieces = cut
+        return _sealed(index, code_payload(coder, codes[place], bounds, scales[pieces]))
+
+    yield from spread(encode, _cuts(fragment, chunk_elements))
 
 
 def recut(
@@ -203,7 +232,7 @@ def recut(
     """The same values in chunks of another size. `decoded` are all chunks of a push, in order."""
     assert all(chunk.codec.name == codec for chunk in decoded), codec
     if not CODECS[codec].coded:
-        yield from _lossless(fragment, values_of(fragment, decoded), chunk_elements)
+        yield from _lossless(fragment, values_of(fragment, decoded), chunk_elements, map)
         return
     codes = empty_u8(fragment.elements).view(np.int8)
     scales = np.empty(len(fragment.pieces), np.float32)
@@ -244,13 +273,50 @@ def advance_copy(fragment: Fragment, copy: F32, chunks: Sequence[DecodedChunk]) 
     return advanced
 
 
+def assemble(
+    fragment: Fragment,
+    previous: F32 | None,
+    payloads: Sequence[tuple[CodecName, bytes]],
+    *,
+    chunk_elements: int,
+    spread: Spread = map,
+) -> tuple[F32, int]:
+    """The published copy (n,) that all payloads of a transfer lead to, a new array, and its digest.
+
+    `payloads` are those of all chunks, in order, each with its codec. They are added to `previous`
+    (n,), the copy before; None: they are the copy. A chunk is added and its blocks are digested
+    while it is in cache. Raises as `decode_chunk`.
+    """
+    assert len(payloads) == fragment.chunk_count(chunk_elements), f"{len(payloads)} chunks"
+    values = empty_f32(fragment.elements)
+    chunks = math.lcm(BLOCK, chunk_elements) // chunk_elements  # So many are whole blocks.
+
+    def add(first: int) -> bytes:
+        for index in range(first, min(first + chunks, len(payloads))):
+            codec, payload = payloads[index]
+            decoded = decode_chunk(fragment, codec, chunk_elements, index, payload)
+            place = slice(index * chunk_elements, index * chunk_elements + decoded.count)
+            if previous is None:
+                decoded.values(values[place])
+            else:
+                decoded.add_to(previous[place], values[place])
+        return _block_digests(values[first * chunk_elements : (first + chunks) * chunk_elements])
+
+    blocks = b"".join(spread(add, range(0, len(payloads), chunks)))
+    return values, digest(blocks)
+
+
 def digest_of(values: F32) -> int:
     """The digest of a fragment's values (n,), in two levels: xxh3_64 over the xxh3_64 digests, 8
     bytes each, of the values of each block of BLOCK elements; all little-endian."""
+    return digest(_block_digests(values))
+
+
+def _block_digests(values: F32) -> bytes:
     flat = np.ascontiguousarray(values, dtype="<f4").data.cast("B")
     step = 4 * BLOCK
     blocks = [digest(flat[start : start + step]) for start in range(0, flat.nbytes, step)]
-    return digest(np.array(blocks, "<u8").tobytes())
+    return np.array(blocks, "<u8").tobytes()
 
 
 def warm_up() -> None:
@@ -269,7 +335,9 @@ def warm_up() -> None:
             chunks[0].square_sums()
 
 
-def _lossless(fragment: Fragment, values: F32, chunk_elements: int) -> Iterator[PushChunk]:
+def _lossless(
+    fragment: Fragment, values: F32, chunk_elements: int, spread: Spread
+) -> Iterator[PushChunk]:
     # A finite value minus 0 has the same bits. Zeros that are only read take no memory.
     return encode_push(
         fragment,
@@ -278,6 +346,7 @@ def _lossless(fragment: Fragment, values: F32, chunk_elements: int) -> Iterator[
         codec=LOSSLESS,
         rho=0.0,
         chunk_elements=chunk_elements,
+        spread=spread,
     )
 
 
@@ -292,9 +361,13 @@ def _bare(chunks: Iterator[PushChunk]) -> Iterator[EncodedChunk]:
         yield EncodedChunk(chunk.index, chunk.payload, chunk.payload_digest)
 
 
-def _cuts(fragment: Fragment, chunk_elements: int) -> Iterator[tuple[int, slice, I64, slice]]:
-    """Every regular chunk, in order: its index, its elements, the bounds of its spans, and the
-    pieces that the spans are parts of."""
+Cut: TypeAlias = tuple[int, slice, I64, slice]
+"""A regular chunk: its index, its elements, the bounds of its spans, and the pieces that the spans
+are parts of."""
+
+
+def _cuts(fragment: Fragment, chunk_elements: int) -> Iterator[Cut]:
+    """Every regular chunk, in order."""
     assert chunk_elements > 0, chunk_elements
     for index in range(fragment.chunk_count(chunk_elements)):
         offset, count = fragment.chunk(index, chunk_elements)

@@ -45,11 +45,12 @@ class Codec:
     """Largest magnitude of a code. -limit - 1 has no positive twin and is refused. 0: there are no
     codes, and the content is the float32 values."""
 
-    # For codes of less than a byte an entry gives its kernels.
-    pack: Callable[[U8, U8], None] = lambda codes, packed: np.copyto(packed, codes)
+    # For codes of less than a byte an entry gives its kernels. Without them the codes are the
+    # content, and nobody copies them.
+    pack: Callable[[U8, U8], None] | None = None
     """Kernel (codes, packed): from a byte of two's complement per code. It packs each run of RUN
     codes by itself, the last one may be shorter, and bits behind the last code are 0."""
-    unpack: Callable[[U8, I8], None] = lambda packed, codes: np.copyto(codes, packed.view(np.int8))
+    unpack: Callable[[U8, I8], None] | None = None
     """Kernel (packed, codes), the inverse."""
     lowest: Callable[[U8], int] = lambda packed: int(packed.view(np.int8).min())
     """The smallest code, found without unpacking."""
@@ -64,9 +65,12 @@ class Codec:
         return -(-count * self.bits // 8)
 
     def content_of(self, codes: I8) -> U8:
-        """The content for codes (n,), read-only."""
+        """The content for codes (n,), read-only; it may share their memory."""
+        bytes_of_codes = read_only(codes).view(np.uint8)
+        if self.pack is None:
+            return bytes_of_codes
         packed = empty_u8(self.content_bytes(codes.size))
-        self.pack(read_only(codes).view(np.uint8), packed)
+        self.pack(bytes_of_codes, packed)
         return read_only(packed)
 
 
@@ -166,7 +170,7 @@ class DecodedChunk:
         return integers * self.scales.astype(np.float64) ** 2
 
     def codes_of(self, first: int, end: int, scratch: I8) -> I8:
-        """The codes first..end, one byte each, read-only. They lie in `scratch`.
+        """The codes first..end, one byte each, read-only. They may lie in `scratch`.
 
         `first` is a multiple of RUN, because packed codes can be cut there only. So is `end`,
         unless it is `count`.
@@ -175,14 +179,21 @@ class DecodedChunk:
         assert 0 <= first <= end <= self.count, f"{first} to {end} of {self.count}"
         assert first % RUN == 0 and (end % RUN == 0 or end == self.count), f"{first} to {end}"
         place = slice(self.codec.content_bytes(first), self.codec.content_bytes(end))
+        packed = self.content.view(np.uint8)[place]
+        if self.codec.unpack is None:
+            return read_only(packed.view(np.int8))
         codes = scratch[: end - first]
-        self.codec.unpack(self.content.view(np.uint8)[place], codes)
+        self.codec.unpack(packed, codes)
         return read_only(codes)
 
     def floats(self, first: int = 0, end: int | None = None) -> F32:
         """The values first..end of a chunk without codes, read-only."""
         assert not self.codec.coded, self.codec.name
         return self.content.view(np.float32)[first:end]
+
+    def multiples(self) -> I8 | F32:
+        """(n,), read-only: a value is its scale times this."""
+        return self._all_codes() if self.codec.coded else self.floats()
 
     def _all_codes(self) -> I8:
         return self.codes_of(0, self.count, empty_u8(self.count).view(np.int8))

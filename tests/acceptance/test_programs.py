@@ -1,6 +1,7 @@
 """Programs as users start them: the installed script, the demo, the examples, among them a learner
 that knows the protocol's text alone."""
 
+import csv
 import json
 import math
 import re
@@ -17,7 +18,7 @@ from acceptance.kit import Site, equal
 from acceptance.toy import start_model
 from torch.nn.functional import cosine_similarity
 
-from narrows.bench.kit.processes import LOOPBACK, three_ports, wait_until
+from narrows.bench.kit.processes import LOOPBACK, Child, three_ports, wait_until
 
 PATIENCE_S = 60.0
 """The demo starts programs one by one, none of which has imported torch before."""
@@ -109,6 +110,11 @@ def test_a_second_implementation_is_merged_and_holds_the_brokers_bits(site: Site
         assert end["merged"] == sum("other" in one["contributors"] for one in its) > 0
         assert (end["fragment"], end["version"], end["digest"]) in site.adopted("ours")
     site.check_copies("ours")
+    # What it calls its loss falls with its parameters, and the journal has its curve.
+    curve = list(csv.DictReader(site.tell("journal", "curve", str(site.state)).splitlines()))
+    losses = [float(each["loss"]) for each in curve if each["learner"] == "other"]
+    assert len(losses) == sum("other" in one["contributors"] for one in rounds)
+    assert 0 < losses[-1] < losses[0]
     # The broker read the other's pushes: its step is weight decay, and so is the run's way.
     start = start_model(WIDTH).weight.detach()
     final = site.saved("ours")["weight"]
@@ -147,6 +153,30 @@ def test_the_example_of_a_loop_trains_with_another_and_saves_the_runs_model(site
         assert f"{child.name}: the run's model is in {child.name}.safetensors" in child.log
         assert site.contributions(child.name) > 0
     assert equal(site.saved("site-a"), site.saved("site-b"))
+
+
+def test_signals_to_a_learner_write_its_inputs_and_end_it_as_it_says(site: Site) -> None:
+    """Holds `narrows.bench.reference.worker.learner`."""
+    site.broker("run.learners_at_start=2")
+
+    def start(name: str) -> Child:
+        given = ("--preset", "nano", "--broker", site.address, "--name", name)
+        return site.command(name, "learner", *given, "--events", f"{name}.jsonl")
+
+    waiting = start("waiting")
+    wait_until(lambda: "the run has not begun" in waiting.log, "it to wait", waiting)
+    waiting.signal(signal.SIGUSR1)
+    wait_until(lambda: "the last inputs are in" in waiting.log, "its inputs", waiting)
+    (inputs,) = site.folder.glob("inputs-waiting.*.jsonl")
+    assert "All decisions are as recorded" in site.tell("debug", "replay", str(inputs))
+    waiting.signal(signal.SIGINT)
+    waiting.ends(130)
+
+    one, _ = start("one"), start("other")
+    site.contribute("one")
+    one.signal(signal.SIGINT)
+    one.ends(0)
+    assert "leaves the run in order; a second Ctrl-C ends at once" in one.log
 
 
 def test_the_algorithm_in_one_file_learns_and_merges_the_work_of_all(site: Site) -> None:

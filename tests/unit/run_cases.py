@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from narrows.bench.kit.processes import WAIT_S, EventReader
 from narrows.broker.config import load_broker
 from narrows.broker.process.service import Service
 from narrows.learner import Learner
+from narrows.learner.exchange import Exchange
 from narrows.proto.keys import AllowList, SiteKey, create_broker_key, new_pair, write_site_key
 
 STEP = threading.Event()
@@ -118,3 +120,36 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         STEP.wait(0.002)  # A step of a real model takes time; without it nothing could overlap.
+
+
+class Loop:
+    """A model, an optimizer and a learner."""
+
+    def __init__(self, address: str, name: str, model: nn.Module | None = None, **options: Any):
+        self.model = model or tiny()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        optimizer = options.pop("optimizer", self.optimizer)
+        self.learner = Learner(self.model, optimizer, broker=address, name=name, **options)
+
+    @property
+    def exchange(self) -> Exchange:
+        """Returns that of a single process."""
+        assert isinstance(self.learner._exchange, Exchange)
+        return self.learner._exchange
+
+    @property
+    def versions(self) -> list[int]:
+        return self.learner.stats()["versions"]  # type: ignore[no-any-return]
+
+    def train(self, until: Callable[[], object] = lambda: False) -> None:
+        """A whole life."""
+        with self.learner:
+            self.train_on(until)
+
+    def train_on(self, until: Callable[[], object]) -> None:
+        """Steps in an open block."""
+        train(self.learner, self.model, self.optimizer, until)
+
+    def step(self) -> None:
+        """One step in an open block."""
+        self.train_on(iter([False, True]).__next__)

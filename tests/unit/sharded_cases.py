@@ -108,10 +108,17 @@ def what_an_evaluation_has_gathered_hides_nothing(folder: Path) -> None:
     adopted = whole_model()
     with torch.no_grad():
         for tensor in parameters.tensors:
-            local_part(tensor).fill_(0.5)
+            local_part(tensor).mul_(0.5)
         for tensor in Parameters(adopted).tensors:
-            tensor.fill_(0.5)
+            tensor.mul_(0.5)
     parameters.reshard()
+    assert torch.equal(evaluate(model), evaluate(adopted))
+    watch = WeightWatch(parameters, [torch.optim.SGD(parameters.tensors)])
+    evaluate(model)
+    watch.adopting()
+    with torch.no_grad():
+        for tensor in [*map(local_part, parameters.tensors), *Parameters(adopted).tensors]:
+            tensor.mul_(0.5)
     assert torch.equal(evaluate(model), evaluate(adopted))
 
 

@@ -158,3 +158,22 @@ def test_a_worker_speaks_before_the_import_that_takes_seconds(
     learner(Options(name="site-a", broker="tcp://127.0.0.1:1"))
     assert heard == ["site-a: loading PyTorch, which takes seconds\n"]
     assert "validation loss 3.0000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("variables", "fsdp", "told"),
+    [
+        ({}, True, "torchrun --nproc-per-node 2 -m narrows learner --fsdp"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, False, "add --fsdp"),
+    ],
+)
+def test_torchrun_and_fsdp_go_together(
+    variables: dict[str, str], fsdp: bool, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Holds `_check_ranks`."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=told):
+        learner(Options(name="site-a", broker="tcp://127.0.0.1:1", fsdp=fsdp))

@@ -91,6 +91,7 @@ PLAN = "plan --params 1B --step 1s"
         ("plan --params 7X --step 1s --learners 2 --wan 1Gbit/s", 2, "--params"),
         ("plan --params 1B --step fast --learners 2 --wan 1Gbit/s", 2, "--step"),
         (f"{PLAN} --learners 2 --wan 1GB", 2, "--wan"),
+        (f"{PLAN} --learners 2 --wan 1", 2, "write --wan 1Gbit/s"),
         (f"{PLAN} --learners 0 --wan 1Gbit/s", 2, "sizes above 0"),
         (f"{PLAN} --learners 2 --wan 0 --broker-wan 1Gbit/s", 2, "sizes above 0"),
         (f"{PLAN} --learners 2 --wan 1Gbit/s --set run.mode=diloco", 2, "without lockstep"),

@@ -1,8 +1,12 @@
 """`narrows status`: whom it asks, how long it waits, and what it shows."""
 
+import json
 import re
 import socket
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -13,8 +17,15 @@ from run_cases import admitted, broker, stranger
 
 from narrows.bench.kit.processes import WAIT_S
 from narrows.broker.cli import status
+from narrows.proto.errors import BrokerUnreachable
 from narrows.proto.keys import AllowList, SiteKey, new_pair, read_site_key, write_site_key
-from narrows.proto.messages import FragmentStatus, LearnerStatus, LineStatus, Status
+from narrows.proto.messages import (
+    DiskStatus,
+    FragmentStatus,
+    LearnerStatus,
+    LineStatus,
+    Status,
+)
 from narrows.proto.wire import encode_control
 
 
@@ -109,9 +120,65 @@ def test_the_words_of_a_learner_are_no_markup(
     )  # fmt: skip
     monkeypatch.setattr(status, "ask_status", lambda *_, **__: said)
     assert narrows.run("status") == 0
-    assert "paused: [/red]" in narrows.out and "received 5MB and sent 10B" in narrows.out
-    assert "4 of 8 tokens are learned" in narrows.out and "fragments: 1 to 2;" in narrows.out
-    columns = narrows.out.splitlines()[3].split()
-    assert {"heard", "logged", "merged", "behind"} <= set(columns)
-    legend = "".join(narrows.out.splitlines()[-2:])
-    assert all(f"{word}:" in legend for word in ("heard", "logged", "merged", "behind"))
+    first, figures, waits, columns, lane, *legend = narrows.out.splitlines()
+    assert first == "✓ All is well: 0 learners train"
+    assert "4 of 8 tokens learned" in figures and "versions 1 to 2;" in figures
+    assert "5MB received, 10B sent" in figures and waits == "waits for a to push"
+    assert {"merged", "pushed", "up", "behind"} <= set(columns.split())
+    assert "paused: [/red], 0 s" in lane and "\x1b" not in narrows.out
+    assert all(f"{word}:" in "".join(legend) for word in ("merged", "pushed", "down", "behind"))
+
+
+def test_a_status_begins_with_what_is_wrong_and_what_to_do(
+    narrows: Narrows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Holds `status`."""
+    said = Status(
+        phase="running",
+        disk=DiskStatus(error="[red]full\x1b[2J", error_s=40.0),
+        learners={"a": LearnerStatus(state="lost", since_s=300.0)},
+    )
+    monkeypatch.setattr(status, "ask_status", lambda *_, **__: said)
+    assert narrows.run("status") == 0
+    first, second, *_ = narrows.out.splitlines()
+    assert first == "✗ The broker's disk has taken nothing for 40 s: [red]full\\x1b[2J"
+    assert second.startswith("  → Make room")
+    assert re.search(r"^a +lost, 5 min ", narrows.out, re.MULTILINE)
+    assert narrows.run("status", "--json") == 0
+    facts = json.loads(narrows.out)
+    assert facts["verdict"]["level"] == "bad" and facts["learners"]["a"]["state"] == "lost"
+
+
+@pytest.mark.parametrize("flags", ["--json", ""])
+def test_watch_follows_a_run_through_an_outage_to_its_end(
+    narrows: Narrows, monkeypatch: pytest.MonkeyPatch, flags: str
+) -> None:
+    """Holds `watch`."""
+    gone = BrokerUnreachable("tcp://127.0.0.1:7070 did not answer")
+    ended = Status(phase="ended", run_tokens=8)
+    ask = Mock(side_effect=[Status(phase="running"), gone, ended])
+    monkeypatch.setattr(status, "ask_status", ask)
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    assert narrows.run("watch", *flags.split(), "--every", "2s") == 0
+    assert len(pauses) == 2 and 1.0 < min(pauses) <= max(pauses) <= 2.0
+    lines = narrows.out.splitlines()
+    if flags:
+        first, second, last = map(json.loads, lines)
+        assert first["phase"] == "running" and first["verdict"]["level"] == "ok"
+        assert "did not answer" in second["error"] and "phase" not in second
+        assert last["run_tokens"] == 8 and first["at_unix"] <= second["at_unix"]
+    else:
+        assert "✓ All is well" in lines[0] and "✗ broker_unreachable" in lines[1]
+        assert "✓ The run has ended: 8 tokens" in lines[2]
+    assert narrows.run("watch", "--every", "soon") == 2 and "--every" in narrows.err
+
+
+def test_a_status_loads_nothing_heavy() -> None:
+    """So that it can be asked each second."""
+    heavy = {"numpy", "numba", "torch", "blosc2", "rich.console", "zmq.auth.thread"}
+    look = "import sys, narrows.broker.cli.status; print(*sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", look], capture_output=True, text=True, check=True, timeout=WAIT_S
+    )
+    assert not heavy & set(found.stdout.split())

@@ -7,6 +7,7 @@ import random
 import tracemalloc
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -27,6 +28,7 @@ from narrows.proto.codec import (
     EncodedChunk,
     PushChunk,
     advance_copy,
+    assemble,
     decode_chunk,
     digest_of,
     empty_f32,
@@ -49,6 +51,7 @@ from narrows.proto.codec.payload import payload_bytes_max
 from narrows.proto.errors import ErrorCode, LocalProtocolError, RemoteProtocolError
 from narrows.proto.layout import BLOCK, Fragment
 from narrows.proto.messages import CHUNK_ELEMENTS_MAX, PAYLOAD_BYTES_MAX, CodecName, DtypeName
+from narrows.proto.workers import Workers
 
 CODED = tuple(name for name in CODECS if BY_NAME[name].coded)
 LIMIT = {"int4-zstd": 7, "int8-zstd": 127}  # As in PROTOCOL.md, not as in the code.
@@ -266,6 +269,32 @@ def test_the_copy_advances_alike_at_both_ends_and_a_push_may_be_cut_anew(
     anew = recut(fragment, push_chunks, codec=codec, chunk_elements=other)
     expected = replace(case, chunk_elements=other).push(codec)
     assert [each.payload for each in anew] == [each.payload for each in expected]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("chunk_elements", [1024, 3 * 1024, 2 * BLOCK])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_any_number_of_threads_codes_the_same_bits(
+    codec: CodecName, chunk_elements: int, threads: int
+) -> None:
+    """Holds `encode_push`, `assemble`."""
+    fragment = fragment_of(*[7] * 9, 3 * BLOCK, 2 * BLOCK + 17)
+    one, two = awkward_pair(fragment)
+    published, advanced = step(fragment, one, two, codec, 0.5, chunk_elements)
+    payloads = [(codec, each.payload) for each in published]
+    with closing(Workers(threads, "test")) as pool:
+        chunks = encode_push(
+            fragment, two, one,
+            codec=codec, rho=0.5, chunk_elements=chunk_elements, spread=pool.spread,
+        )  # fmt: skip
+        assert [each.payload for each in chunks] == [payload for _, payload in payloads]
+        copy, digest = assemble(
+            fragment, one, payloads, chunk_elements=chunk_elements, spread=pool.spread
+        )
+        assert same_bits(copy, advanced) and digest == digest_of(advanced)
+        payloads[2] = (codec, b"")
+        with pytest.raises(RemoteProtocolError):
+            assemble(fragment, one, payloads, chunk_elements=chunk_elements, spread=pool.spread)
 
 
 @pytest.mark.parametrize("codec", CODED)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrows.broker.config import BrokerConfig, chunk_elements, load_broker
+from narrows.learner.site import join_target
 from narrows.proto import keys
 from narrows.proto.config import describe, parse_address
 from narrows.proto.errors import ConfigError
@@ -346,3 +347,23 @@ def test_a_public_line_goes_by_mail() -> None:
     for bad in ("", line[:-1], line.replace("site-a", "a/b/c"), f"{line} more", "x" * 500):
         with pytest.raises(ConfigError):
             keys.read_public_line(bad)
+
+
+@pytest.mark.parametrize(
+    ("given", "text", "cores", "workers"),
+    [
+        (3, "5", 16, 3), (None, "5", 16, 5), (None, "", 16, 4), (None, "", 3, 1),
+        (None, "", 256, 8), (0, "", 16, "got 0"), (None, "-2", 16, "got -2"),
+    ],
+)  # fmt: skip
+def test_a_learner_codes_on_a_quarter_of_its_cores_unless_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, given: int | None, text: str, cores: int, workers: int | str
+) -> None:
+    """Holds `join_target`."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setenv("NARROWS_WORKERS", text)
+    try:
+        found: object = join_target("tcp://127.0.0.1:7070", "a", None, given).workers
+    except ConfigError as error:
+        found = str(error)
+    assert workers == found or str(workers) in str(found)

@@ -1,20 +1,38 @@
 """`narrows doctor`: each planted failure is named by its check alone, and has a remedy."""
 
+import errno
 import json
+import os
+import shutil
 import socket
 import threading
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
+import zmq
 from cli_cases import Narrows
+from msgspec import structs
 from run_cases import admitted, broker, stranger, tiny, train
+from torch import nn
 
 from narrows.bench.kit.processes import wait_until
-from narrows.broker.doctor.findings import Check, examine, failed, ok, unknown
-from narrows.learner import Learner
+from narrows.broker.doctor import machine, told, way
+from narrows.broker.doctor.findings import Check, Verdict, examine, failed, ok, unknown
+from narrows.learner import Learner, Refused
+from narrows.proto.config import parse_address
+from narrows.proto.errors import ErrorCode
 from narrows.proto.keys import AllowList, SiteKey, new_pair, write_site_key
+from narrows.proto.messages import (
+    FragmentStatus,
+    LearnerStatus,
+    RefusalStatus,
+    SettingsStatus,
+    Status,
+)
 
 HTTP = b"HTTP/1.0 400 Bad Request\r\n\r\n"
 
@@ -110,19 +128,20 @@ def test_the_wrong_key_of_the_broker_and_a_key_that_is_not_admitted(
     wrong = tmp_path / "wrong.key"
     write_site_key(wrong, SiteKey("site-a", new_pair(), (new_pair().public,)))
     with broker(tmp_path, broker__keys=str(tmp_path / "keys")) as run:
-        assert ills(findings(narrows, "--broker", run.address, "--key", str(key))) == []
-        found = findings(narrows, "--broker", run.address, "--key", str(wrong))
+        given = ["--broker", run.address, "--timeout-s", "1.5", "--key"]
+        assert ills(findings(narrows, *given, str(key))) == []
+        found = findings(narrows, *given, str(wrong))
         assert ills(found) == ["broker's key"]
         AllowList.revoke(tmp_path / "keys", "site-a")
-        found = findings(narrows, "--broker", run.address, "--key", str(key))
+        found = findings(narrows, *given, str(key))
         while not ills(found):
-            found = findings(narrows, "--broker", run.address, "--key", str(key))
+            found = findings(narrows, *given, str(key))
     assert ills(found) == ["key admitted"]
     assert "narrows keys allow" in found["key admitted"]["remedy"]
 
 
 def test_a_run_that_is_well(narrows: Narrows, tmp_path: Path) -> None:
-    """Every check is made and none fails, at the site and at the broker."""
+    """Every check is made, and none fails."""
     key = admitted(tmp_path)
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -138,10 +157,135 @@ def test_a_run_that_is_well(narrows: Narrows, tmp_path: Path) -> None:
         try:
             wait_until(lambda: run.events("merged"), "a merge")
             given = ["--broker", run.address, "--key", str(key), "--timeout-s", "2"]
-            for more in ((), ("--state-dir", str(tmp_path / "state"))):
-                found = findings(narrows, *given, *more)
-                assert {row["verdict"] for row in found.values()} == {"ok"}, found
+            found = findings(narrows, *given, "--state-dir", str(tmp_path / "state"))
+            assert {row["verdict"] for row in found.values()} == {"ok"}, found
             assert "refused" not in {note["kind"] for note in run.events("note")}
         finally:
             over.set()
             thread.join()
+
+
+def test_another_model_is_told(narrows: Narrows, tmp_path: Path) -> None:
+    """Holds `refusals`."""
+    with broker(tmp_path) as run:
+        for width, outcome in ((16, nullcontext()), (8, pytest.raises(Refused))):
+            model = nn.Linear(32, width)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            with outcome, Learner(model, optimizer, broker=run.address, name=f"site-{width}"):
+                pass
+        given = ["--broker", run.address, "--timeout-s", "1", "--name"]
+        assert ills(findings(narrows, *given, "site-16")) == []
+        found = findings(narrows, *given, "site-8")
+    assert ills(found) == ["model"]
+    assert "site-8" in found["model"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("code", "ill"),
+    [
+        (ErrorCode.NAME_IN_USE, told.NAME),
+        (ErrorCode.LAYOUT_DIFFERS, told.MODEL),
+        (ErrorCode.WRONG_RUN, told.RUN),
+    ],
+)
+def test_a_refusal_is_told_to_its_learner_and_to_the_operator(
+    code: ErrorCode, ill: tuple[ErrorCode, ...]
+) -> None:
+    status = Status(refused=(RefusalStatus("site-a/0", code, "no", 3.0, 2),))
+    for codes in (told.NAME, told.MODEL, told.RUN):
+        for name in ("", "site-a", "site-b", "site"):
+            is_ill = codes == ill and name in ("", "site-a")
+            finding = told.refusals(status, name, *codes)
+            assert finding.verdict is (Verdict.FAILED if is_ill else Verdict.OK)
+            assert bool(finding.remedy) is is_ill
+
+
+def test_a_hint_of_the_broker_is_told_to_its_learner_and_to_the_operator() -> None:
+    hint = "site-a has taken no new version for 12 s"
+    status = Status(learners={"site-a": LearnerStatus(hint=hint), "site-b": LearnerStatus()})
+    verdicts = [told.data(status, name).verdict for name in ("", "site-a", "site-b", "site-c")]
+    assert verdicts == [Verdict.FAILED, Verdict.FAILED, Verdict.OK, Verdict.UNKNOWN]
+    assert told.data(status, "").text == hint
+
+
+def test_the_bits_that_a_run_needs() -> None:
+    """Holds `needed_bits_per_s`."""
+    fragments = (FragmentStatus(elements=600), FragmentStatus(elements=400))
+    settings = SettingsStatus(push_codec="f32-blosc2", push_rho=0.5)
+    status = Status(period_s=2.0, fragments=fragments, settings=settings)
+    assert told.needed_bits_per_s(status) == 1000 * 32 / 2
+    assert told.needed_bits_per_s(structs.replace(status, period_s=0.0)) == 0
+    newer = structs.replace(settings, push_codec="int2-later")
+    assert told.needed_bits_per_s(structs.replace(status, settings=newer)) == 0
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> machine.Machine:
+    """A state directory with a run of 3,000 parameters at version 1 or more."""
+    model = tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with (
+        broker(tmp_path) as run,
+        Learner(model, optimizer, broker=run.address, name="a") as learner,
+    ):
+        train(learner, model, optimizer, until=lambda: run.events("merged"))
+    return machine.Machine(tmp_path / "state", (time.time(), time.monotonic()))
+
+
+def verdicts_on(place: machine.Machine) -> dict[str, Verdict]:
+    """The verdicts on a machine, by check."""
+    return {check: finding.verdict for check, finding in examine(machine.CHECKS, place)}
+
+
+def test_a_machine_that_is_well_and_one_whose_disk_or_clock_is_not(
+    place: machine.Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = dict.fromkeys(("state directory", "room", "disk", "clock"), Verdict.OK)
+    assert verdicts_on(place) == sound
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda _: Mock(free=machine.SPARE_BYTES))
+        assert verdicts_on(place) == sound | {"room": Verdict.FAILED}
+    with monkeypatch.context() as patched:
+        pause = threading.Event()
+        patched.setattr(os, "fdatasync", lambda _: pause.wait(1.5 * machine.SLOW_S))
+        assert verdicts_on(place) == sound | {"disk": Verdict.FAILED}
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", Mock(side_effect=OSError(errno.ENOSPC, "no room")))
+        assert verdicts_on(place) == sound | {"disk": Verdict.FAILED}
+    # It was set back after the newest round, and it stands.
+    place.began = (time.time(), time.monotonic())
+    with monkeypatch.context() as patched:
+        now = time.time()
+        patched.setattr(time, "time", lambda: now - 3600)
+        place.began = (now - 3600, time.monotonic())
+        assert verdicts_on(place) == sound | {"clock": Verdict.FAILED}
+    place.began = (time.time(), time.monotonic() - 10 * machine.CLOCK_S)
+    assert verdicts_on(place) == sound | {"clock": Verdict.FAILED}
+
+
+def test_an_empty_state_directory_is_no_failure_by_itself(tmp_path: Path) -> None:
+    """Holds `state_directory`: a new run begins so. The learners of another run tell the rest."""
+    empty = machine.Machine(tmp_path / "none", (time.time(), time.monotonic()))
+    verdicts = verdicts_on(empty)
+    assert verdicts["state directory"] is verdicts["disk"] is Verdict.UNKNOWN
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "nan", "1e9"])
+def test_a_timeout_that_cannot_be_used(narrows: Narrows, wrong: str) -> None:
+    assert narrows.run("doctor", "--timeout-s", wrong) == 2
+    assert "--timeout-s" in narrows.err
+
+
+@pytest.mark.parametrize(("made", "verdict"), [(0, Verdict.UNKNOWN), (2, Verdict.FAILED)])
+def test_publications_that_do_not_come(
+    made: int, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Holds `line_down`: the broker tells of versions, and its downlink says nothing."""
+    with zmq.Context() as context, context.socket(zmq.XPUB) as silent:
+        port = silent.bind_to_random_port("tcp://127.0.0.1")
+        begun = Status(downlink_port=port, settings=SettingsStatus(streams=1))
+        later = structs.replace(begun, fragments=(FragmentStatus(version=made),))
+        before = structs.replace(begun, fragments=(FragmentStatus(version=0),))
+        monkeypatch.setattr(way, "_ask", Mock(side_effect=[before, later]))
+        visit = way.Visit(parse_address(f"tcp://127.0.0.1:{port}"), None, "a", 0.5, status=begun)
+        assert way.line_down(visit).verdict is verdict

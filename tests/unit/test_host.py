@@ -5,6 +5,7 @@ import errno
 import json
 import logging
 import os
+import select
 import threading
 from collections import Counter
 from pathlib import Path
@@ -550,3 +551,33 @@ def test_a_wake_while_the_pool_closes_writes_to_no_closed_pipe(
     threads[0].join()
     pool.wake()
     assert len(threads) == 1, "a closed pool writes nothing"
+
+
+def test_all_workers_share_the_items_of_a_work_and_the_first_error_is_raised() -> None:
+    """Holds `Workers.spread`."""
+    pool, meeting, ends, begun = Workers(3, "test"), threading.Barrier(3), list[Any](), list[int]()
+
+    def meet(item: int) -> tuple[int, int]:
+        meeting.wait(WAIT_S)
+        return item, threading.get_ident()
+
+    def fail(item: int) -> None:
+        begun.append(item)
+        if item > 1:
+            meeting.wait(WAIT_S)  # All of them fail.
+            raise ValueError(item)
+
+    met = pool.spread(meet, range(3))
+    assert [item for item, _ in met] == [0, 1, 2]
+    assert len({thread for _, thread in met}) == 3
+    with pytest.raises(ValueError, match="2"):
+        pool.spread(fail, range(99))
+    assert sorted(begun) == [0, 1, 2, 3, 4], "nothing begins after an error"
+    for _ in range(9):  # More works than threads, and each asks for help.
+        pool.run(lambda: pool.spread(abs, range(99)), lambda result, now: ends.append(result))
+    while len(ends) < 9:
+        assert select.select([pool.wake_fd], [], [], WAIT_S)[0]
+        pool.finish(0.0)
+    pool.close()
+    ends.append(pool.spread(abs, range(99)))  # As a work does that was running then.
+    assert ends == [list(range(99))] * 10

@@ -93,7 +93,7 @@ def test_the_rule_equals_its_plain_twin_and_loses_nothing(keep: float, seed: int
                     merges += 1
                 old = new
             case _:
-                push = island.snapshot(FRAGMENT, old, 0, SETTINGS)()
+                push = island.snapshot(FRAGMENT, old, 0, SETTINGS)(map)
         params = island.read(FRAGMENT)
         np.testing.assert_allclose(params, twin, rtol=1e-5, atol=2e-6)
         if keep == 1.0:
@@ -129,7 +129,7 @@ def test_two_parts_of_the_rule_differ_from_one_by_the_last_bit_of_float32(keep: 
         start = rng.standard_normal(FRAGMENT.elements).astype(np.float32)
         old = filled(island, start)
         parameters.write(FRAGMENT, start + np.float32(1e-3) * start[::-1])
-        push = island.snapshot(FRAGMENT, old, 0, SETTINGS)()
+        push = island.snapshot(FRAGMENT, old, 0, SETTINGS)(map)
         before = island.read(FRAGMENT)
         new = island.copy(FRAGMENT, start * np.float32(1.01))
         adopt(island, Adoption(old, new, push, keep, merged))
@@ -148,7 +148,7 @@ def test_parameters_that_are_not_finite_are_not_pushed_from_a_gpu() -> None:
     with torch.no_grad():
         model.v[2, 3] = float("nan")
     with pytest.raises(LocalProtocolError) as caught:
-        island.snapshot(FRAGMENT, old, 0, SETTINGS)()
+        island.snapshot(FRAGMENT, old, 0, SETTINGS)(map)
     assert caught.value.code is ErrorCode.NOT_FINITE
 
 
@@ -162,11 +162,11 @@ def test_the_rounding_of_parameters_does_not_travel(dtype: torch.dtype, on_devic
     old = filled(island, rng.standard_normal(FRAGMENT.elements).astype(np.float32))
     new = island.copy(FRAGMENT, rng.standard_normal(FRAGMENT.elements).astype(np.float32))
     adopt(island, Adoption(old, new, None, 0.5, False))
-    push = island.snapshot(FRAGMENT, new, 1, SETTINGS)()
+    push = island.snapshot(FRAGMENT, new, 1, SETTINGS)(map)
     assert not coded(push).any()
     with torch.no_grad():
         model.w.add_(1.0)
-    push = island.snapshot(FRAGMENT, new, 1, SETTINGS)()
+    push = island.snapshot(FRAGMENT, new, 1, SETTINGS)(map)
     moved = np.flatnonzero(coded(push))
     assert moved.size and moved.max() < 30 * 70
 
@@ -187,7 +187,7 @@ def test_the_gpu_path_has_the_bits_of_the_cpu(codec: CodecName, transposed: bool
         island = TorchIsland(parameters, on_device=on_device)
         old = filled(island, start)
         parameters.write(FRAGMENT, start + work)
-        push = island.snapshot(FRAGMENT, old, 0, settings)()
+        push = island.snapshot(FRAGMENT, old, 0, settings)(map)
         bits = [chunk.payload for chunk in push.chunks]
         for merged in (False, True):
             new = island.copy(FRAGMENT, old.values * np.float32(1.01))

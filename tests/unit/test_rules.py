@@ -18,7 +18,7 @@ from narrows.proto.layout import build_table
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("proto", "broker", "learner", "bench")
 
-STATEMENTS_MAX = {"proto": 2176, "broker": 4960, "learner": 3220, "bench": 3212, "tests": 9190}
+STATEMENTS_MAX = {"proto": 2215, "broker": 5880, "learner": 3280, "bench": 3265, "tests": 11040}
 """Statements of a folder without docstrings. Lines are free: a cap of lines packs the code.
 To record inputs and play them again has an allowance of its own in these numbers."""
 
@@ -64,7 +64,7 @@ def test_no_module_has(never: str, folders: tuple[str, ...]) -> None:
 
 
 PAGE = (ROOT / "proto" / "PROTOCOL.md").read_text()
-DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "proto" / "PROTOCOL.md"]
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "proto" / "PROTOCOL.md"]
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)

@@ -400,35 +400,6 @@ def test_a_pause_is_told_at_once_and_is_no_step_time() -> None:
     assert seat.session.parts[0].push is None  # Not slow.
 
 
-@pytest.mark.parametrize(("step_s", "limit_s"), [(1, 60), (10, 200)])
-def test_a_loop_that_makes_no_steps_is_told_as_paused_until_it_makes_one(
-    step_s: int, limit_s: int
-) -> None:
-    """A rank that hangs holds all of them up. Nobody's round may wait for such a learner. Holds
-    `Session._news`."""
-    seat = joined()
-
-    def lasts(seconds: int) -> set[str | None]:
-        for _ in range(seconds):
-            seat.now += 1.0
-            seat.told()
-        return {report.paused for report in seat.take(msg.Report)}
-
-    for _ in range(4):
-        lasts(step_s)
-        seat.step(after_s=0.0)
-    assert lasts(limit_s) == {None}
-    assert f"no steps for {limit_s + 1} s" in lasts(3)
-    seat.step()
-    assert seat.take(msg.Report)[-1].paused is None
-    seat.session.pause("evaluating")
-    assert lasts(limit_s + 5) == {"evaluating"}
-    seat.session.pause(None)
-    assert lasts(limit_s) == {None} and len(lasts(1)) == 1
-    seat.rest()  # It waits for others: that is no standstill.
-    assert lasts(limit_s) == {None}
-
-
 # Publications, states, repair.
 
 
@@ -1045,6 +1016,7 @@ def test_a_learner_that_leaves_pushes_what_is_left_and_waits_for_the_outcome() -
     assert not seat.session.ended
     seat.publish(1, 1, 2)
     assert seat.session.ended and seat.take(msg.Bye) == [msg.Bye("the loop has ended")]
+    assert seat.session.merged_tokens == 8, "though it adopts no version any more"
 
 
 def test_a_learner_gives_up_when_nothing_moves() -> None:

@@ -84,10 +84,6 @@ EVIDENCED: dict[str, tuple[Any, str, str, str]] = {
         lambda s: part("line", down_full_s=s),
         "warning", "budget of the line down has been used up for 31 s", "Raise wan.down",
     ),
-    "lost": (
-        lambda s: learners(b={"state": "lost", "since_s": s}),
-        "warning", "b has been lost for 31 s; the others train on", "comes back by itself",
-    ),
     "quorum": (
         lambda s: part("quorum", needed=4, short_s=s),
         "warning", "quorum of 4 has not been reached for 31 s: 3 learners train", "merge.quorum",
@@ -137,6 +133,14 @@ FACTS: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "it came in since": (refused(learner="a"), "ok", "All is well"),
     "one push": (refused(code="not_finite"), "ok", "All is well"),
+    "silent": (
+        learners(b={"state": "silent", "since_s": 1.0, "heard_s": 4.0}),
+        "warning", "b has not been heard for 4 s; the other 3 train on",
+    ),
+    "lost": (
+        learners(b={"state": "lost", "since_s": 31.0, "heard_s": 35.0}),
+        "warning", "b has not been heard for 35 s; the other 3 train on",
+    ),
     "lost for good": (learners(b={"state": "lost", "since_s": 4000.0}), "ok", "All is well"),
     "first": (
         {"phase": "seeding", "quorum": msg.QuorumStatus(at_start=1)},
