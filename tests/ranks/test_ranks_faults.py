@@ -10,6 +10,7 @@ import pytest
 from acceptance.kit import Site
 from ranks import island as islands
 from ranks import refused
+from ranks.interrupted import interrupted
 from ranks.island import Island
 from ranks.kit import SOLO, left, start
 
@@ -72,6 +73,16 @@ def test_all_ranks_refuse_what_cannot_be(site: Site, work: Callable[[], None]) -
     for each in [
         site.fork(f"rank-{rank}", refused.meet, work, site.folder, rank) for rank in range(2)
     ]:
+        each.ends(0)
+
+
+def test_a_signal_in_the_middle_of_an_adoption_leaves_nothing_half_adopted(site: Site) -> None:
+    """Holds `Ranks.exchanging`."""
+    site.broker("fragments.count=2")
+    ranks = [
+        site.fork(f"rank-{rank}", interrupted, site.folder, site.address, rank) for rank in range(2)
+    ]
+    for each in ranks:
         each.ends(0)
 
 
