@@ -265,7 +265,7 @@ class View:
             self._live.console.print(news)
         if time.monotonic() > self._told_at + TELL_S:
             self._told_at = time.monotonic()
-            losses = [values[-1] for values in self._losses.values()]
+            losses = [values[-1] for values in self._losses.values() if values]
             if losses:
                 news = f"loss {fmean(losses):.3f}"
             self._live.console.print(f"{head}  {news}")

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -52,8 +53,10 @@ PREVIOUS: Final = "previous.json"
 
 ROUNDS_MAX: Final = 4096
 """Rounds of a piece that is not joined with another one any more: they fit into the memory."""
-PART_BYTES: Final = 32 << 20
+PART_BYTES: Final = 16 << 20
 """Most bytes of a part. The memory holds PARTS_AT_ONCE of them."""
+PART_TIMEOUT: Final = timedelta(minutes=5)
+"""Longest time for one part: PARTS_AT_ONCE of them need a line of 2 Mbit/s."""
 PARTS_AT_ONCE: Final = 4
 """Parts that are on their way together: one connection rarely fills a line to a store."""
 LOOKS_MAX: Final = 10
@@ -149,7 +152,10 @@ def opened(url: str) -> ObjectStore:
             got="none",
             remedy="Set them. No metadata service is asked",
         )
-    options: dict[str, Any] = {}
+    allow_http = os.environ.get("AWS_ALLOW_HTTP") == "true"  # Options that are given hide it.
+    options: dict[str, Any] = {
+        "client_options": {"timeout": PART_TIMEOUT, "allow_http": allow_http}
+    }
     if scheme == "file":
         options = {"mkdir": True, "automatic_cleanup": True}
     with store_errors(url):

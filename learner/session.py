@@ -180,13 +180,10 @@ class Session:
     def foreseen(self, now: float) -> list[Adopt]:
         """The adoptions of the next boundary, as it would decide them now: they can be prepared. A
         training thread that waits adopts at once, and nothing is worth preparing for it."""
-        if self.ended or self.must_wait(now):
+        adopting = [part for part in self.parts if self._adopts(part)]
+        if self.ended or not adopting or self.must_wait(now):
             return []
-        return [
-            part.adoption(self._keep(part), final=self._has_ended)
-            for part in self.parts
-            if self._adopts(part)
-        ]
+        return [part.adoption(self._keep(part), final=self._has_ended) for part in adopting]
 
     def run_tokens(self, now: float) -> float:
         """The run's clock in tokens of all learners. It never falls."""

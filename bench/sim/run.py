@@ -385,7 +385,7 @@ class Site(Learner):
 
         def deliver() -> None:
             call(self.host, frames, self.world.now)
-            self._after_event()
+            self._turn()
 
         self.line.arrive(self._in_this_life(deliver))
 

@@ -9,6 +9,7 @@ from narrows.broker.doctor.findings import Finding, failed, ok, unknown
 from narrows.proto.codec import CODECS
 from narrows.proto.errors import ErrorCode
 from narrows.proto.messages import Status
+from narrows.proto.wire import speaks_for
 
 NAME: Final = (
     ErrorCode.NAME_IN_USE,
@@ -22,22 +23,27 @@ RUN: Final = (ErrorCode.WRONG_RUN, ErrorCode.OVER_CAPACITY)
 
 
 def refusals(status: Status, name: str, *codes: ErrorCode) -> Finding:
-    """Nobody of a name was refused lately with one of these codes; "" stands for all names."""
+    """No learner of a site was refused lately with one of these codes; "" stands for all sites."""
     for each in reversed(status.refused):
-        if each.code in codes and name in ("", each.learner):
+        if each.code in codes and _is_of(name, each.learner):
             remedy = ErrorCode(each.code).remedy or "narrows keys allow, with the site's line"
             return failed(f"{each.text} ({each.times} times, {each.ago_s:.0f} s ago)", remedy)
     return ok("nobody was refused for it in the last ten minutes")
 
 
 def data(status: Status, name: str) -> Finding:
-    """The data of the learners that are here move in both directions."""
-    hints = [each.hint for one, each in status.learners.items() if each.hint and name in ("", one)]
+    """The data of a site's learners, or of all, move in both directions."""
+    here = [each for learner, each in status.learners.items() if _is_of(name, learner)]
+    hints = [each.hint for each in here if each.hint]
     if hints:
         return failed(" ".join(hints), "open the ports that it names, or see the line down")
-    if name and name not in status.learners:
-        return unknown(f"no {name} was here in this life of the broker")
+    if not here:
+        return unknown("no such learner was here in this life of the broker")
     return ok("what is announced comes, and versions are taken")
+
+
+def _is_of(name: str, learner: str) -> bool:
+    return not name or speaks_for(name, learner)
 
 
 def needed_bits_per_s(status: Status) -> float:

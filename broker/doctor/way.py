@@ -22,7 +22,7 @@ from narrows.broker.asking import LOOK_S
 from narrows.broker.cli.plan import USABLE
 from narrows.broker.cli.status import ask_status
 from narrows.broker.doctor import told
-from narrows.broker.doctor.findings import Check, Finding, failed, ok, unknown
+from narrows.broker.doctor.findings import Check, Finding, failed, ok, said, unknown
 from narrows.proto.config import Address
 from narrows.proto.errors import BrokerUnreachable, NarrowsError, Refused
 from narrows.proto.keys import SiteKey, servers_of
@@ -39,10 +39,8 @@ ours, ends of lines: many other programs wait for one."""
 _MECHANISM: Final = slice(12, 32)
 """The place of the mechanism's name in a greeting, filled with zeros."""
 
-PACKET_BYTES: Final = 1000
-"""A message in one packet that every path carries, with all headers."""
 PACKETS_BYTES: Final = 16_000
-"""A message that fills packets, however large they are."""
+"""A message that fills packets. Those of a handshake have a few hundred bytes."""
 LOAD_BYTES: Final = 32 << 20
 LOAD_S: Final = 1.0
 """The line is loaded with so many bytes, or for as long, at most."""
@@ -137,11 +135,11 @@ def broker_key(visit: Visit) -> Finding:
     for server in servers_of(visit.key):
         visit.server = server
         try:
-            return key_admitted(visit)
+            with suppress(Refused):  # It could read the handshake, so it is the right broker.
+                key_admitted(visit)
+            return ok("the site trusts it" if visit.key else "there are no keys")
         except BrokerUnreachable as error:
             trouble = error
-        except Refused:
-            return ok("it could read the handshake")
     assert trouble is not None, "a key without servers"
     raise trouble
 
@@ -155,7 +153,14 @@ def key_admitted(visit: Visit) -> Finding:
 def answer(visit: Visit) -> Finding:
     """The broker answers a question."""
     begun_at = time.monotonic()
-    visit.status = _ask(visit)
+    try:
+        visit.status = _ask(visit)
+    except BrokerUnreachable as error:
+        return failed(
+            f"its handshakes succeed, and {said(error)}",
+            "is its process stopped now? Else full packets are lost on their way here, as in a "
+            "tunnel: let ICMP through, or set a smaller MTU at both ends",
+        )
     took_s = time.monotonic() - begun_at
     return ok(f"run {visit.status.run_id} is {visit.status.phase}; it took {_ms(took_s)}")
 
@@ -178,18 +183,17 @@ def downlink_port(visit: Visit) -> Finding:
 
 
 def packets(visit: Visit) -> Finding:
-    """Full packets arrive as small ones do."""
-    for size in (PACKET_BYTES, PACKETS_BYTES):
-        with _uplink(visit) as dial:
-            dial.socket.send_multipart(_load(visit, size))
-            if not _waits(dial, _acked(dial, size), visit.timeout_s):
-                return failed(
-                    f"a message of {size:,} bytes is not acknowledged in {visit.timeout_s:g} s",
-                    "full packets are lost where smaller ones pass, as in a tunnel between here "
-                    "and the broker: let ICMP through, or set a smaller MTU at both ends, as with "
-                    "ip link set dev DEVICE mtu 1400",
-                )
-    return ok("full packets are acknowledged, too")
+    """Full packets arrive as the small ones of a handshake do."""
+    with _uplink(visit) as dial:
+        dial.socket.send_multipart(_load(visit, PACKETS_BYTES))
+        if _waits(dial, _acked(dial, PACKETS_BYTES), visit.timeout_s):
+            return ok("full packets are acknowledged, too")
+    return failed(
+        f"small packets pass, and {PACKETS_BYTES:,} bytes are not acknowledged in "
+        f"{visit.timeout_s:g} s",
+        "full packets are lost, as in a tunnel between here and the broker: let ICMP through, or "
+        "set a smaller MTU at both ends, as with ip link set dev DEVICE mtu 1400",
+    )
 
 
 def line_up(visit: Visit) -> Finding:

@@ -49,7 +49,7 @@ class Line:
     def __init__(self) -> None:
         self.points: list[Point] = []
         self.fresh: list[Point] = []
-        """What the newest Status has added."""
+        """Points that the newest Status has added."""
         self._stride = 1
         self._skipped = 0
 
@@ -68,7 +68,7 @@ class Line:
 
 @dataclass
 class Lane:
-    """What a learner did, bin by bin; the last one is now."""
+    """A learner's past, bin by bin; the last one is now."""
 
     states: deque[str] = field(default_factory=lambda: deque(maxlen=BINS_MAX))
     merged: deque[int] = field(default_factory=lambda: deque(maxlen=BINS_MAX))

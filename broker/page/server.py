@@ -91,7 +91,7 @@ class Watcher:
         self.history.take(status, time.time())
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """What one viewer receives."""
+        """The events that one viewer receives."""
         seen = self.number
         yield packed("all", self.history.everything())
         while True:

@@ -63,7 +63,7 @@ def run_line(status: Status) -> str:
 
 
 def learner_text(learner: LearnerStatus) -> str:
-    """What a learner does now, in a few words. Seconds are rounded, so that the words of a learner
+    """A learner's doing now, in a few words. Seconds are rounded, so that the words of a learner
     that is away for long change rarely."""
     since = duration(learner.since_s)
     if learner.state != LearnerState.TRAINING:

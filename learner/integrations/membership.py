@@ -1,4 +1,4 @@
-"""What the integrations share: they join a run when a framework begins to train, say when it
+"""The integrations share this: they join a run when a framework begins to train, say when it
 pauses, and leave when it ends."""
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Programs as users start them: the installed script, the demo, the examples, among them a learner
 that knows the protocol's text alone."""
 
+import csv
 import json
 import math
 import re
@@ -109,6 +110,11 @@ def test_a_second_implementation_is_merged_and_holds_the_brokers_bits(site: Site
         assert end["merged"] == sum("other" in one["contributors"] for one in its) > 0
         assert (end["fragment"], end["version"], end["digest"]) in site.adopted("ours")
     site.check_copies("ours")
+    # What it calls its loss falls with its parameters, and the journal has its curve.
+    curve = list(csv.DictReader(site.tell("journal", "curve", str(site.state)).splitlines()))
+    losses = [float(each["loss"]) for each in curve if each["learner"] == "other"]
+    assert len(losses) == sum("other" in one["contributors"] for one in rounds)
+    assert 0 < losses[-1] < losses[0]
     # The broker read the other's pushes: its step is weight decay, and so is the run's way.
     start = start_model(WIDTH).weight.detach()
     final = site.saved("ours")["weight"]

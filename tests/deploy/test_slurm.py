@@ -97,7 +97,7 @@ class Slurm:
         stack.callback(daemon.terminate)
 
     def run(self, *command: str) -> str:
-        """What a command of Slurm prints, or the reason why it failed."""
+        """The output of a command of Slurm, or the reason why it failed."""
         done = subprocess.run(
             command, capture_output=True, text=True, env=self._environment, cwd=self.folder
         )

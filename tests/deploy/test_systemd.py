@@ -25,7 +25,7 @@ analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="ne
 
 
 def run(*command: object) -> str:
-    """What a program prints; it must end with 0."""
+    """The output of a program, which must end with 0."""
     done = subprocess.run([str(each) for each in command], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -78,15 +78,16 @@ def test_ports_that_are_closed_before_and_in_the_run() -> None:
         assert "downlink" in examined(run)["data"]
 
 
-def test_full_packets_that_are_lost() -> None:
-    """The hub announces large packets, and its device drops them."""
+@pytest.mark.parametrize(("end", "ill"), [("hub", "packet size"), ("site", "answer")])
+def test_full_packets_that_are_lost(end: str, ill: str) -> None:
+    """One end announces large packets, and its device drops them."""
     line = Line()
     with running(line) as run:
-        ip("-n", line.hub, "link", "set", "eth0", "mtu", "1300")
-        ip("-n", line.hub, "route", "replace", "10.77.0.0/24", "dev", "eth0", "advmss", "1460")
+        namespace = {"hub": line.hub, "site": line.site}[end]
+        ip("-n", namespace, "link", "set", "eth0", "mtu", "600")
+        ip("-n", namespace, "route", "replace", "10.77.0.0/24", "dev", "eth0", "advmss", "1460")
         found = examined(run)
-    assert "packet size" in found and "uplink port" not in found, found
-    assert "16,000 bytes" in found["packet size"]
+    assert next(iter(found)) == ill, found
 
 
 def test_a_line_that_is_too_slow_for_the_run() -> None:

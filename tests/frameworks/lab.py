@@ -1,4 +1,4 @@
-"""What the tests of frameworks train: tiny models made from a config, rows that repeat, and a
+"""The tests of frameworks train these: tiny models made from a config, rows that repeat, and a
 second, plain learner in a thread, beside the one that the framework drives."""
 
 import os
@@ -34,6 +34,10 @@ BATCH: Final = 4
 STEP_TOKENS: Final = BATCH * POSITIONS
 CYCLE: Final = 64
 """Tokens after which the rows repeat, so that a model can learn them."""
+ROW_S: Final = 0.002
+"""A row takes so long to read: steps of a real model leave time for the exchange."""
+PACE: Final = threading.Event()
+"""Never set."""
 
 
 def llama(**options: Any) -> nn.Module:
@@ -94,14 +98,16 @@ class Rows(Dataset[dict[str, Tensor]]):
         return len(self.ids)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        PACE.wait(ROW_S)
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
 def state_of(narrows: Narrows, address: str, name: str = "ours") -> str:
-    """What `narrows status` says that a learner does."""
+    """The state of a learner, as `narrows status` says it."""
     assert narrows.run("status", address, "--json") == 0
     printed = narrows.out[narrows.out.index("{\n") :]  # Trainer has printed before it.
-    return str(json.loads(printed)["learners"][name]["state"])
+    learner = json.loads(printed)["learners"][name]
+    return " ".join(filter(None, [learner["state"], learner["reason"]]))
 
 
 def learner_threads() -> list[str]:

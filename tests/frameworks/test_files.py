@@ -1,4 +1,4 @@
-"""What a run leaves loads with the frameworks' own loaders, tensor by tensor."""
+"""The files of a run load with the frameworks' own loaders, tensor by tensor."""
 
 import shutil
 from collections.abc import Callable

@@ -123,7 +123,7 @@ def test_validation_is_a_pause_and_an_exception_leaves_nothing_behind(
 
         def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
             if not trainer.sanity_checking:
-                self.look("paused: evaluating")
+                self.look("paused evaluating")
 
         def on_train_batch_end(
             self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int
@@ -139,11 +139,13 @@ def test_validation_is_a_pause_and_an_exception_leaves_nothing_behind(
         with pytest.raises(RuntimeError, match="batch 20"):
             training.fit(module(), loader(), loader(8))
         assert not lab.learner_threads()
-        wait_until(lambda: lab.state_of(narrows, run.address) == "left", "the broker to hear")
+        wait_until(
+            lambda: lab.state_of(narrows, run.address).startswith("left"), "the broker to hear"
+        )
         again = trainer(tmp_path, ours, max_steps=5)
         again.fit(module(), loader())
         assert ours.learner.stats()["steps"] == 5
-    assert seen == ["paused: evaluating"] * 2 + ["training"]
+    assert seen == ["paused evaluating"] * 2 + ["training"]
 
 
 @pytest.mark.parametrize("other", ["swa", "ema", "early stop"])
@@ -198,7 +200,7 @@ def test_a_checkpoint_brings_the_optimizers_state(tmp_path: Path) -> None:
 
 def test_a_step_that_a_scaler_skips_is_not_counted(tmp_path: Path) -> None:
     precision = MixedPrecision("16-mixed", "cpu", scaler=lab.overflowing_scaler())
-    with lab.run(tmp_path, lab.Toy, 40e3) as run:
+    with lab.run(tmp_path, lab.Toy, 60e3) as run:
         ours = NarrowsCallback(broker=run.address, name="ours")
         training = trainer(tmp_path, ours, plugins=[precision])
         training.fit(module(), loader())

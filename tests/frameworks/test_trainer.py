@@ -56,7 +56,7 @@ def test_it_trains_in_a_run_with_one_line(tmp_path: Path, accumulation: int) -> 
         include_num_input_tokens_seen=True,
     )  # fmt: skip
     training.add_callback(notes)
-    with lab.run(tmp_path, lab.llama, 30e3) as run:
+    with lab.run(tmp_path, lab.llama, 60e3) as run:
         with joined(training, broker=run.address, name="ours") as member:
             training.train()
         run.check(member.learner, training.state.num_input_tokens_seen)
@@ -88,7 +88,10 @@ def test_an_exception_leaves_nothing_behind(narrows: Narrows, tmp_path: Path) ->
                 training.train()
         assert not lab.learner_threads()
         assert not any(isinstance(each, Joined) for each in training.callback_handler.callbacks)
-        wait_until(lambda: lab.state_of(narrows, run.address) == "left", "the broker to hear of it")
+        wait_until(
+            lambda: lab.state_of(narrows, run.address).startswith("left"),
+            "the broker to hear of it",
+        )
         again = trainer(tmp_path, lab.llama(), max_steps=5)
         with joined(again, broker=run.address, name="ours") as member:
             again.train()
@@ -129,7 +132,7 @@ def test_evaluation_and_saving_are_pauses_and_an_early_end_is_told(
 
         def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if "evaluation" not in seen:
-                self.look("evaluation", "paused: evaluating")
+                self.look("evaluation", "paused evaluating")
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if "saving" in seen and "step" not in seen:
@@ -139,7 +142,7 @@ def test_evaluation_and_saving_are_pauses_and_an_early_end_is_told(
     write = training.save_model
 
     def save_model(*given: Any, **named: Any) -> None:
-        look.look("saving", "paused: saving")
+        look.look("saving", "paused saving")
         write(*given, **named)
 
     training.save_model = save_model
@@ -147,7 +150,7 @@ def test_evaluation_and_saving_are_pauses_and_an_early_end_is_told(
     with broker(tmp_path, run__goal_tokens=100_000) as run, caplog.at_level(logging.WARNING):
         with joined(training, broker=run.address, name="ours"):
             training.train()
-        assert lab.state_of(narrows, run.address) == "left"
+        assert lab.state_of(narrows, run.address).startswith("left")
     assert seen.keys() == {"evaluation", "saving", "step"}
     assert "of the run's goal: the model is then this learner's" in caplog.text
 
@@ -257,7 +260,7 @@ def test_a_trainer_of_trl_takes_part(tmp_path: Path, adapted: bool) -> None:
 def test_a_step_that_a_scaler_skips_is_not_counted(tmp_path: Path) -> None:
     training = trainer(tmp_path, lab.llama(), max_grad_norm=0.0, optim="adamw_torch")
     training.accelerator.scaler = lab.overflowing_scaler()
-    with lab.run(tmp_path, lab.llama, 20e3) as run:
+    with lab.run(tmp_path, lab.llama, 60e3) as run:
         with joined(training, broker=run.address, name="ours") as member:
             training.train()
         steps = member.learner.stats()["steps"]

@@ -29,8 +29,8 @@ COLOUR_SCHEMES: dict[str, Any] = {each: each for each in ("light", "dark")}
 
 @pytest.fixture
 def browser() -> Generator[Browser]:
-    executable = shutil.which("chromium")
-    assert executable, "Debian's package chromium is missing"
+    executable = shutil.which("chromium") or shutil.which("google-chrome")
+    assert executable, "there is no Chromium: install Debian's package chromium"
     with sync_playwright() as playwright:
         yield playwright.chromium.launch(executable_path=executable, args=FLAGS.split())
 

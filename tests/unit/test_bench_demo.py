@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,20 @@ def test_a_sparkline_shows_the_course() -> None:
     assert sparkline([3.0, 2.0]) == SPARKS[-1] + SPARKS[0]
     course = sparkline([10.0 / (1 + index) for index in range(333)])
     assert len(course) == SPARKS_MAX and list(course) == sorted(course, reverse=True)
+
+
+def test_a_line_is_shown_of_a_learner_that_has_told_no_loss_yet(story: Story) -> None:
+    """Holds `View.update`."""
+    console = Console(file=io.StringIO(), width=60, record=True)
+    view = View(console, story, is_live=False)
+    joins = {"steps": 0, "contributions": 0, "state": "joining", "loss": None}
+    said = status(0) | {"merges": 0, "line": {"up_bytes": 0, "down_bytes": 0}, "waiting_for": []}
+    said["learners"]["b"] |= joins
+    view.update(said)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(view, "_told_at", -math.inf)
+        view.update(said)
+    assert console.export_text().count("0 merges") == 2
 
 
 @pytest.mark.parametrize("is_live", [True, False])

@@ -13,15 +13,17 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import zmq
 from cli_cases import Narrows
 from msgspec import structs
 from run_cases import admitted, broker, stranger, tiny, train
 from torch import nn
 
 from narrows.bench.kit.processes import wait_until
-from narrows.broker.doctor import machine, told
+from narrows.broker.doctor import machine, told, way
 from narrows.broker.doctor.findings import Check, Verdict, examine, failed, ok, unknown
 from narrows.learner import Learner, Refused
+from narrows.proto.config import parse_address
 from narrows.proto.errors import ErrorCode
 from narrows.proto.keys import AllowList, SiteKey, new_pair, write_site_key
 from narrows.proto.messages import (
@@ -189,10 +191,10 @@ def test_another_model_is_told(narrows: Narrows, tmp_path: Path) -> None:
 def test_a_refusal_is_told_to_its_learner_and_to_the_operator(
     code: ErrorCode, ill: tuple[ErrorCode, ...]
 ) -> None:
-    status = Status(refused=(RefusalStatus("site-a", code, "no", 3.0, 2),))
+    status = Status(refused=(RefusalStatus("site-a/0", code, "no", 3.0, 2),))
     for codes in (told.NAME, told.MODEL, told.RUN):
-        for name in ("", "site-a", "site-b"):
-            is_ill = codes == ill and name != "site-b"
+        for name in ("", "site-a", "site-b", "site"):
+            is_ill = codes == ill and name in ("", "site-a")
             finding = told.refusals(status, name, *codes)
             assert finding.verdict is (Verdict.FAILED if is_ill else Verdict.OK)
             assert bool(finding.remedy) is is_ill
@@ -272,3 +274,18 @@ def test_an_empty_state_directory_is_no_failure_by_itself(tmp_path: Path) -> Non
 def test_a_timeout_that_cannot_be_used(narrows: Narrows, wrong: str) -> None:
     assert narrows.run("doctor", "--timeout-s", wrong) == 2
     assert "--timeout-s" in narrows.err
+
+
+@pytest.mark.parametrize(("made", "verdict"), [(0, Verdict.UNKNOWN), (2, Verdict.FAILED)])
+def test_publications_that_do_not_come(
+    made: int, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Holds `line_down`: the broker tells of versions, and its downlink says nothing."""
+    with zmq.Context() as context, context.socket(zmq.XPUB) as silent:
+        port = silent.bind_to_random_port("tcp://127.0.0.1")
+        begun = Status(downlink_port=port, settings=SettingsStatus(streams=1))
+        later = structs.replace(begun, fragments=(FragmentStatus(version=made),))
+        before = structs.replace(begun, fragments=(FragmentStatus(version=0),))
+        monkeypatch.setattr(way, "_ask", Mock(side_effect=[before, later]))
+        visit = way.Visit(parse_address(f"tcp://127.0.0.1:{port}"), None, "a", 0.5, status=begun)
+        assert way.line_down(visit).verdict is verdict

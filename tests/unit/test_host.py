@@ -555,13 +555,14 @@ def test_a_wake_while_the_pool_closes_writes_to_no_closed_pipe(
 
 def test_all_workers_share_the_items_of_a_work_and_the_first_error_is_raised() -> None:
     """Holds `Workers.spread`."""
-    pool, meeting, ends = Workers(3, "test"), threading.Barrier(3), list[Any]()
+    pool, meeting, ends, begun = Workers(3, "test"), threading.Barrier(3), list[Any](), list[int]()
 
     def meet(item: int) -> tuple[int, int]:
         meeting.wait(WAIT_S)
         return item, threading.get_ident()
 
     def fail(item: int) -> None:
+        begun.append(item)
         if item > 1:
             meeting.wait(WAIT_S)  # All of them fail.
             raise ValueError(item)
@@ -571,6 +572,7 @@ def test_all_workers_share_the_items_of_a_work_and_the_first_error_is_raised() -
     assert len({thread for _, thread in met}) == 3
     with pytest.raises(ValueError, match="2"):
         pool.spread(fail, range(99))
+    assert sorted(begun) == [0, 1, 2, 3, 4], "nothing begins after an error"
     for _ in range(9):  # More works than threads, and each asks for help.
         pool.run(lambda: pool.spread(abs, range(99)), lambda result, now: ends.append(result))
     while len(ends) < 9:

@@ -1,5 +1,5 @@
-"""What the broker tells the service manager that started it, read from a real notify socket: ready
-after its replay, alive while its loop turns, stopping before it writes for long."""
+"""The broker tells the service manager that started it how it is. A real notify socket hears that
+it is ready after its replay, alive while its loop turns, and stopping before it writes for long."""
 
 import math
 import os
