@@ -10,8 +10,8 @@ from dataclasses import asdict
 import psutil
 import pytest
 from acceptance.kit import Site
+from ranks import gone, refused
 from ranks import island as islands
-from ranks import refused
 from ranks.interrupted import interrupted
 from ranks.island import TOKENS, Island
 from ranks.kit import SOLO, left, start
@@ -71,6 +71,16 @@ def test_a_rank_that_goes_alone_ends_all_and_each_names_both(
     if what == "raises":
         assert "this rank's data is gone" in other.log
         assert "The log of rank 1 says why" in leader.log
+
+
+def test_a_rank_ends_though_a_sum_is_on_its_way(site: Site) -> None:
+    """The other one waits for it in a collective of training's. Holds `Ranks.keep_for_ever`."""
+    site.wait_s = 60.0  # Two programs import torch.
+    given = [gone.__file__, f"file://{site.folder / 'meeting'}"]
+    ranks = [site.shell(f"rank-{rank}", sys.executable, *given, str(rank)) for rank in range(2)]
+    for each in reversed(ranks):
+        each.ends(1)
+    assert "this rank ends" in ranks[1].log
 
 
 def test_an_error_of_the_leader_is_raised_on_every_rank(site: Site) -> None:
