@@ -3,8 +3,11 @@
 `make test-page` runs it; --picture FILE keeps the picture of a run with a killed learner.
 """
 
+import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -133,17 +136,22 @@ def test_a_picture_of_the_demo_is_taken_while_a_learner_is_dead(
     picture = request.config.getoption("--picture")
     if picture is None:
         pytest.skip("--picture FILE takes the picture of the documents, in some minutes")
-    site.environment["demo"] = {"BROWSER": "true"}  # A program that opens nothing.
-    demo = site.command("demo", "demo", "--page", "--plain")
-    wait_until(lambda: "http://" in demo.log, "the page's address", demo, timeout_s=120)
-    address = demo.log.partition("The page of this run is at ")[2].split()[0]
+    log = site.folder / "demo.log"
+    with log.open("w") as output:
+        # BROWSER is a program that opens nothing.
+        demo = subprocess.Popen(
+            [sys.executable, "-m", "narrows", "demo", "--page", "--plain"],
+            stdout=output, stderr=output, env={**os.environ, "BROWSER": "true"},
+        )  # fmt: skip
+    wait_until(lambda: "http://" in log.read_text(), "the page's address", timeout_s=200)
+    address = log.read_text().partition("The page of this run is at ")[2].split()[0]
     shown = Shown(browser, address, "wide", "light")
     shown.page.set_default_timeout(400_000)
     shown.page.wait_for_selector(".lane:nth-child(2) .silent, .lane:nth-child(2) .lost")
     expect(shown.page.locator("#sentence")).to_contain_text("site-b has not been heard for 1")
     shown.page.screenshot(path=picture, full_page=True)
-    demo.signal(signal.SIGTERM)
-    demo.ends(130)
+    demo.send_signal(signal.SIGTERM)
+    assert demo.wait(60) == 130
 
 
 def test_the_page_ends_by_a_signal_while_somebody_looks(site: Site, browser: Browser) -> None:

@@ -1,4 +1,4 @@
-"""What the page on several ranks says to type, under torchrun, beside a learner of one process."""
+"""The page on several ranks says to type this, under torchrun, beside a learner of one process."""
 
 import re
 import sys
