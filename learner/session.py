@@ -602,6 +602,8 @@ class Session:
         if self.ended:
             return
         for part in self.parts:
+            if self._disowned:  # A push that has failed is not made again, of other parameters.
+                part.drop_unpushed()
             if self._adopts(part):
                 keep = self._keep(part)
                 self._note_given_up(part, keep)

@@ -824,6 +824,16 @@ def test_a_learner_that_leaves_with_foreign_weights_pushes_none_of_them(phase: P
     assert len(seat.take(Adopt)) == (0 if left else 2), "the final model is everybody's"
 
 
+def test_foreign_weights_do_not_travel_in_the_place_of_a_push_that_is_refused() -> None:
+    seat = waiting()
+    seat.session.disown()
+    seat.leave()
+    seat.refuse("bad_payload", 0, 1)
+    seat.rest()
+    assert not seat.take(Snapshot) and seat.session.ended
+    assert [part.lost_tokens for part in seat.session.parts] == [8, 8]
+
+
 def test_due_is_true_one_step_ahead_of_a_push_and_of_an_adoption_and_false_between_them() -> None:
     seat = joined()
     seat.told(collecting=(0,))
