@@ -476,7 +476,8 @@ class Session:
         """
         self.steps += 1
         self.tokens += tokens
-        self.loss = loss
+        if loss is not None:  # The newest one stays, where a step tells none.
+            self.loss = loss
         self._losses = self._losses.with_one(loss)
         self._step_times.stepped(now)
         if self.beat.phase is Phase.RUNNING:

@@ -121,8 +121,9 @@ class RanksExchange:
         self._steps += 1
         if late.due:
             said = self._meet(Doing.STEPPING, tokens, loss)
-            taken = int(late.tokens + said.tokens)
-            self._lead(lambda: self._leader.boundary(taken, said.loss))
+            # Of two steps, the one before and this one, unless ranks have met there, too.
+            both = Said(*map(sum, zip(late, said, strict=True)))
+            self._lead(lambda: self._leader.boundary(int(both.tokens), both.loss))
             self._coming = self._begin(Doing.STEPPING)
         else:
             if self._exchange is not None:
@@ -191,7 +192,7 @@ class RanksExchange:
         return {} if self._exchange is None else self._exchange.metadata()
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the incarnation at the leader; on every rank which one it is."""
+        """Counters of the incarnation at the leader; at the others their place alone."""
         own = {"rank": self._ranks.rank, "ranks": self._ranks.size}
         return own if self._exchange is None else own | self._exchange.stats()
 

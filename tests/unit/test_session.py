@@ -926,7 +926,7 @@ def test_a_push_tells_the_mean_of_the_losses_since_the_snapshot_before_it() -> N
 
     assert pushed(4.0, None, 2.0) == 3.0, "a step that logged none does not count"
     assert pushed(math.nan, 1.5) == 1.5, "one number is no number, and hides no other"
-    assert pushed(None) is None
+    assert pushed(None) is None and seat.session.loss == 1.5
     assert seat.session.parts[1].losses_before.number == 0, "the other fragment has pushed none"
 
 
