@@ -60,14 +60,16 @@ class RanksIsland(HostIsland):
 
     def read(self, fragment: Fragment) -> F32:
         """Gathers the parameters (n,)."""
-        if self._ranks.provides(fragment):
-            self._tell(Act.READ, fragment, 0.0)
-        return self._ranks.gather(fragment)
+        with self._ranks.exchanging():  # From the order on: nobody can be told of an error.
+            if self._ranks.provides(fragment):
+                self._tell(Act.READ, fragment, 0.0)
+            return self._ranks.gather(fragment)
 
     def adopt(self, fragment: Fragment, prepared: Prepared) -> None:
         """Every rank moves what it holds."""
-        self._tell(Act.MOVE, fragment, prepared.keep)
-        self._ranks.scatter(fragment, prepared.out, prepared.keep)
+        with self._ranks.exchanging():
+            self._tell(Act.MOVE, fragment, prepared.keep)
+            self._ranks.scatter(fragment, prepared.out, prepared.keep)
 
 
 class RanksExchange:
