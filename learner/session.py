@@ -496,6 +496,8 @@ class Session:
         self.tokens += tokens
         for part in self.parts:
             part.tokens += tokens
+            if not part.steps:  # It was cast adrift after that step.
+                part.drop_unpushed()
 
     @recorded
     def exchange_without_step(self) -> None:

@@ -802,6 +802,15 @@ def test_nothing_is_kept_in_the_ramp_of_a_newcomer() -> None:
     assert not seat.noted(), "it is meant so"
 
 
+def test_late_tokens_of_a_step_that_was_given_up_are_lost_with_it() -> None:
+    seat = joined()
+    seat.step()
+    seat.session.broken_off("KeyboardInterrupt", decided=False)
+    seat.session.count(9)
+    seat.done()
+    assert seat.session.lost_tokens == seat.session.tokens == 17
+
+
 @pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.ENDING])
 def test_a_learner_that_leaves_with_foreign_weights_pushes_none_of_them(phase: Phase) -> None:
     """The push that is on its way was its own work, and its outcome is waited for."""
