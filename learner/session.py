@@ -476,7 +476,8 @@ class Session:
         """
         self.steps += 1
         self.tokens += tokens
-        self.loss = loss
+        if loss is not None:  # The newest one stays, where a step tells none.
+            self.loss = loss
         self._losses = self._losses.with_one(loss)
         self._step_times.stepped(now)
         if self.beat.phase is Phase.RUNNING:
@@ -606,6 +607,8 @@ class Session:
         if self.ended:
             return
         for part in self.parts:
+            if self._disowned:  # A push that has failed is not made again, of other parameters.
+                part.drop_unpushed()
             if self._adopts(part):
                 keep = self._keep(part)
                 self._note_given_up(part, keep)

@@ -194,6 +194,7 @@ def learn(folder: Path, name: str, broker: str, island: Island, rank: int) -> No
         "steps": steps, "batches": batches, "digest": digest, "rates": rates,
         "counts": rank in counting(island),
         "health": learner.health, "stats": learner.stats(), "island": asdict(island),
+        "metrics": learner.metrics(),
     }  # fmt: skip
     (folder / f"{name}.{rank}.json").write_text(json.dumps(told))
     if island.kind != "solo":
