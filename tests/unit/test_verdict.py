@@ -12,8 +12,8 @@ from narrows.proto import messages as msg
 QUORUM = msg.QuorumStatus(needed=1, at_start=1, here=3, ready=3, training=3)
 LEARNER = msg.LearnerStatus(state="training", steps_per_s=2.0, merged_s=1.0)
 WELL = msg.Status(
-    phase="running", uplink_port=7071, uptime_s=600.0, run_tokens=5000, tokens_per_s=1234.0, period_s=8.0,
-    merges=300, quorum=QUORUM, last_merge=msg.MergeStatus(ago_s=1.0),
+    phase="running", uplink_port=7071, uptime_s=600.0, run_tokens=5000, tokens_per_s=1234.0,
+    period_s=8.0, merges=300, quorum=QUORUM, last_merge=msg.MergeStatus(ago_s=1.0),
     fragments=(msg.FragmentStatus(1000, 75, 1.0),) * 4,
     disk=msg.DiskStatus(free_bytes=10**9, commit_p50_ms=5.0, commit_p99_ms=20.0),
     learners={name: LEARNER for name in "abc"},
