@@ -160,7 +160,7 @@ def _fragment(state: State, fragment: int, slot: FragmentRound, now: float) -> F
         Stage.IDLE: now,
         Stage.COLLECTING: slot.launched_at,
         Stage.MERGING: slot.due_at,
-        Stage.COMMITTING: slot.due_at,
+        Stage.COMMITTING: slot.merged_at,
     }
     return FragmentStatus(
         elements=state.elements[fragment] if state.elements else 0,
