@@ -124,11 +124,12 @@ def _disk_fills(status: Status) -> Verdict | None:
 
 def _workers_are_busy(status: Status) -> Verdict | None:
     process = status.process
-    if process.busy_s < EVIDENCE_S:
+    waiting = process.queue - process.workers  # One worker may write a snapshot for minutes.
+    if process.busy_s < EVIDENCE_S or waiting <= 0:
         return None
     text = (
         f"The broker cannot keep up: its workers have not rested for {duration(process.busy_s)}, "
-        f"and {process.queue:,} pieces of work wait"
+        f"and {waiting:,} {_verb(range(waiting), 'piece of work waits', 'pieces of work wait')}"
     )
     remedy = "Give it faster cores, or raise fragments.sync_period_steps"
     return Verdict("warning", text, remedy)
@@ -253,11 +254,13 @@ def _is_not_heard(status: Status) -> Verdict | None:
     away = _in_state(status, LearnerState.SILENT) | _in_state(status, LearnerState.LOST)
     away = {name: each for name, each in away.items() if each.since_s < LOST_S}
     training = status.quorum.training
-    if not away or not training:
+    if not away:
         return None
     since_s = max(each.heard_s for each in away.values())
     verb = _verb(away, "has", "have")
     others = _verb(range(training), "the other trains on", f"the other {training} train on")
+    if not training:
+        others = "nobody trains now"
     text = f"{named(away)} {verb} not been heard for {duration(since_s)}; {others}"
     remedy = "See whether the process runs and its line carries: it comes back by itself"
     return Verdict("warning", text, remedy)
@@ -267,7 +270,7 @@ def _was_refused(status: Status) -> Verdict | None:
     kept_out = [each for each in status.refused if _is_kept_out(status, each)]
     if not kept_out:
         return None
-    newest = kept_out[-1]
+    newest = min(kept_out, key=lambda each: each.ago_s)
     who = newest.learner or "A peer"
     text = f"{who} was refused {duration(newest.ago_s)} ago ({newest.code}): {newest.text}"
     return Verdict("warning", text, _capital(ErrorCode(newest.code).remedy))
@@ -292,6 +295,8 @@ def _is_short(status: Status) -> Verdict | None:
 
 def _well(status: Status) -> Verdict:
     training = status.quorum.training
+    if not training:
+        return Verdict("ok", f"Nobody has trained for {duration(status.quorum.idle_s)}")
     text = f"All is well: {training} {_verb(range(training), 'learner trains', 'learners train')}"
     if status.tokens_per_s:
         text = f"{text}, {status.tokens_per_s:,.0f} tokens a second"
