@@ -340,11 +340,11 @@ def _in_state(status: Status, state: LearnerState) -> dict[str, LearnerStatus]:
     return {name: each for name, each in status.learners.items() if each.state == state}
 
 
-def named(names: Iterable[str]) -> str:
+def named(names: Iterable[str], most: int = NAMED_MAX) -> str:
     """Names in one line, not too many."""
     listed = list(names)
-    text = ", ".join(listed[:NAMED_MAX])
-    more = len(listed) - NAMED_MAX
+    text = ", ".join(listed[:most])
+    more = len(listed) - most
     return f"{text} and {more} more" if more > 0 else text
 
 

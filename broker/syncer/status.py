@@ -16,6 +16,7 @@ from narrows.broker.syncer.members import Member
 from narrows.broker.syncer.rounds import Rounds
 from narrows.broker.syncer.seeding import Seeding
 from narrows.broker.syncer.state import FragmentRound, Stage, State
+from narrows.broker.verdict import named
 from narrows.proto.errors import ErrorCode, short
 from narrows.proto.messages import (
     TEXT_CHARACTERS_MAX,
@@ -289,10 +290,8 @@ def _why_nobody_trains(connected: list[Member], now: float) -> str:
     return f"{_listed(stalled)} to make a step" if stalled else "none is here"
 
 
-def _listed(members: list[Member]) -> str:
-    names = ", ".join(member.name for member in members[:NAMED_MAX])
-    more = len(members) - NAMED_MAX
-    return f"{names} and {more} more" if more > 0 else names
+def _listed(members: Iterable[Member]) -> str:
+    return named((member.name for member in members), NAMED_MAX)
 
 
 def _announced(state: State) -> dict[str, float]:
