@@ -280,20 +280,25 @@ class Learner:
 
         Tokens and steps are counts; `versions_behind` is that of the fragment that is furthest
         behind; bits per second are those on the line since the last call. `health` is 0 where all
-        is well, 1 where the learner joins or waits, 2 for trouble: blocked, offline or refused.
+        is well, 1 where the learner joins or waits, 2 for trouble: blocked, offline or refused. Of
+        several ranks rank 0 has all of them, the others those that all ranks agree on.
         """
-        now = time.monotonic()
-        stats = self._exchange.stats()
-        since, up_bytes, down_bytes = self._measured
-        self._measured = now, stats["up_bytes"], stats["down_bytes"]
-        bits_per_byte_s = 8 / max(now - since, 1e-3)
         figures = {
             "run_tokens": self.run_tokens, "run_step": self.run_step, "progress": self.progress,
-            "health": HEALTH_NUMBERS[self.health], "merged_tokens": stats["merged_tokens"],
-            "lost_tokens": stats["lost_tokens"], "versions_behind": stats["versions_behind"],
-            "up_bits_per_s": (stats["up_bytes"] - up_bytes) * bits_per_byte_s,
-            "down_bits_per_s": (stats["down_bytes"] - down_bytes) * bits_per_byte_s,
+            "health": HEALTH_NUMBERS[self.health],
         }  # fmt: skip
+        if self._exchange.leads:
+            now = time.monotonic()
+            stats = self._exchange.stats()
+            since, up_bytes, down_bytes = self._measured
+            self._measured = now, stats["up_bytes"], stats["down_bytes"]
+            bits_per_byte_s = 8 / max(now - since, 1e-3)
+            figures |= {
+                "merged_tokens": stats["merged_tokens"], "lost_tokens": stats["lost_tokens"],
+                "versions_behind": stats["versions_behind"],
+                "up_bits_per_s": (stats["up_bytes"] - up_bytes) * bits_per_byte_s,
+                "down_bits_per_s": (stats["down_bytes"] - down_bytes) * bits_per_byte_s,
+            }  # fmt: skip
         return {f"narrows/{name}": float(figure) for name, figure in figures.items()}
 
     def write_inputs(self) -> None:

@@ -220,6 +220,8 @@ class Ranks:
         """Names the ranks in what torch raises when one has gone."""
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             others = ", ".join(str(rank) for rank in range(self.size) if rank != self.rank)
             raise LocalProtocolError(
