@@ -16,7 +16,7 @@ from narrows.broker.syncer.members import Member
 from narrows.broker.syncer.rounds import Rounds
 from narrows.broker.syncer.seeding import Seeding
 from narrows.broker.syncer.state import FragmentRound, Stage, State
-from narrows.broker.verdict import named
+from narrows.broker.verdict import KNOCKS, named
 from narrows.proto.errors import ErrorCode, short
 from narrows.proto.messages import (
     TEXT_CHARACTERS_MAX,
@@ -245,7 +245,7 @@ def _waiting_for(
         if slot.disk_error
     ]
     newest = list(state.strangers.values())[-NAMED_MAX:]
-    lines += [f"its operator: {text}" for text, seen_at in newest if now < seen_at + STRANGER_S]
+    lines += [f"{KNOCKS}{text}" for text, seen_at in newest if now < seen_at + STRANGER_S]
     if state.stopping:
         return [*lines, f"nobody: the broker stops ({state.stopping})"]
     if state.phase is Phase.SEEDING:

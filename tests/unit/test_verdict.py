@@ -153,6 +153,26 @@ FACTS: dict[str, tuple[dict[str, Any], str, str]] = {
         learners(b={"state": "lost", "since_s": 31.0, "heard_s": 35.0}),
         "warning", "b has not been heard for 35 s; the other 3 train on",
     ),
+    "one hangs, one evaluates": (
+        part("quorum", training=0, idle_s=31.0)
+        | learners(a={"state": "paused"}, b={"state": "no steps"}, c={"state": "paused"}),
+        "bad", "Nobody has trained for 31 s: b makes no steps",
+    ),
+    "cut off at the end": (
+        {"phase": "ending", "awaited": ("a",)} | learners(a={"no_data_s": 31.0}),
+        "bad", "Nothing has come up from a for 31 s",
+    ),
+    "stuck while a stranger knocks": (
+        part("last_merge", ago_s=31.0) | {"waiting_for": ("its operator: x", "c to push 2")},
+        "bad", "no new version for 31 s: the run waits for c to push 2",
+    ),
+    "version 0 comes": (
+        {
+            "phase": "seeding", "quorum": msg.QuorumStatus(at_start=1, here=1),
+            "waiting_for": ("version 0 from a: 7% is here",),
+        },
+        "ok", "The run begins: version 0 from a: 7% is here",
+    ),
     "the only one": (
         part("quorum", training=0, idle_s=4.0)
         | learners(b={"state": "silent", "since_s": 1.0, "heard_s": 4.0}),
