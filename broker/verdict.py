@@ -37,6 +37,9 @@ SLOW_COMMIT_S: Final = 0.1
 BYTES_PER_PARAMETER: Final = 12
 """Bytes of a whole state of a fragment: three float32 for each parameter."""
 
+KNOCKS: Final = "its operator: "
+"""A line of what a run waits for begins with it where a learner of another run knocks."""
+
 NAMED_MAX: Final = 3
 """Most learners in one sentence."""
 
@@ -97,7 +100,10 @@ def _disk_refuses(status: Status) -> Verdict | None:
     if not disk.error or disk.error_s < EVIDENCE_S:
         return None
     text = f"The broker's disk has taken nothing for {duration(disk.error_s)}: {disk.error}"
-    remedy = "Make room on the disk of the state directory; learners train on, nothing is lost"
+    remedy = (
+        "Make room on the disk of the state directory, or mend what the error names; learners train"
+        " on, nothing is lost"
+    )
     return Verdict("bad", text, remedy)
 
 
@@ -135,11 +141,12 @@ def _disk_fills(status: Status) -> Verdict | None:
 
 def _workers_are_busy(status: Status) -> Verdict | None:
     process = status.process
-    if process.busy_s < EVIDENCE_S:
+    waiting = process.queue - process.workers  # One worker may write a snapshot for minutes.
+    if process.busy_s < EVIDENCE_S or waiting <= 0:
         return None
     text = (
         f"The broker cannot keep up: its workers have not rested for {duration(process.busy_s)}, "
-        f"and {process.queue:,} pieces of work wait"
+        f"and {waiting:,} {_verb(range(waiting), 'piece of work waits', 'pieces of work wait')}"
     )
     remedy = "Give it faster cores, or raise fragments.sync_period_steps"
     return Verdict("warning", text, remedy)
@@ -181,7 +188,7 @@ def _begins(status: Status) -> Verdict | None:
     if here < needed:
         text = f"The run begins with {needed} learners, and {here} of them are here"
         return Verdict("warning", text, "Start the others, or lower run.learners_at_start")
-    return Verdict("ok", "The run begins: version 0 is on its way")
+    return Verdict("ok", f"The run begins: {(*status.waiting_for, 'version 0 is on its way')[0]}")
 
 
 def _ends(status: Status) -> Verdict | None:
@@ -207,18 +214,18 @@ def _nobody_trains(status: Status) -> Verdict | None:
     if quorum.training or quorum.idle_s < EVIDENCE_S:
         return None
     text = f"Nobody has trained for {duration(quorum.idle_s)}"
+    stalled = _in_state(status, LearnerState.STALLED)
+    if stalled:  # Others may evaluate meanwhile: nobody has to look after those.
+        text = f"{text}: {named(stalled)} {_verb(stalled, 'makes', 'make')} no steps"
+        return Verdict("bad", text, "See what hangs there, or was stopped")
     paused = _in_state(status, LearnerState.PAUSED)
     if paused:
         reasons = ", ".join(dict.fromkeys(each.reason for each in paused.values() if each.reason))
         text = f"{text}: {named(paused)} paused ({reasons or 'no reason told'})"
         return Verdict("warning", text, "Nothing, if they evaluate; else see their training loops")
     joining = _in_state(status, LearnerState.JOINING)
-    if joining:
-        text = f"{text}: {named(joining)} still {_verb(joining, 'fetches', 'fetch')} the model"
-        return Verdict("warning", text, "Wait; if it lasts, see the line down and wan.down")
-    stalled = _in_state(status, LearnerState.STALLED)
-    text = f"{text}: {named(stalled)} {_verb(stalled, 'makes', 'make')} no steps"
-    return Verdict("bad", text, "See what hangs there, or was stopped")
+    text = f"{text}: {named(joining)} still {_verb(joining, 'fetches', 'fetch')} the model"
+    return Verdict("warning", text, "Wait; if it lasts, see the line down and wan.down")
 
 
 def _line_up_is_cut(status: Status) -> Verdict | None:
@@ -254,10 +261,12 @@ def _is_stuck(status: Status) -> Verdict | None:
     if not gap_s or since_s < max(EVIDENCE_S, STUCK_GAPS * gap_s):
         return None
     text = f"There has been no new version for {duration(since_s)}"
-    if status.waiting_for:
-        text = f"{text}: the run waits for {status.waiting_for[0]}"
+    # No round waits for a learner of another run that knocks.
+    waits = [line for line in status.waiting_for if not line.startswith(KNOCKS)]
+    if not waits:
+        return Verdict("bad", text, "See the broker's log")
     remedy = "See that learner; if it is not to be waited for, lower merge.quorum"
-    return Verdict("bad", text, remedy)
+    return Verdict("bad", f"{text}: the run waits for {waits[0]}", remedy)
 
 
 def _makes_no_steps(status: Status) -> Verdict | None:
@@ -275,11 +284,13 @@ def _is_not_heard(status: Status) -> Verdict | None:
     away = _in_state(status, LearnerState.SILENT) | _in_state(status, LearnerState.LOST)
     away = {name: each for name, each in away.items() if each.since_s < LOST_S}
     training = status.quorum.training
-    if not away or not training:
+    if not away:
         return None
     since_s = max(each.heard_s for each in away.values())
     verb = _verb(away, "has", "have")
     others = _verb(range(training), "the other trains on", f"the other {training} train on")
+    if not training:
+        others = "nobody trains now"
     text = f"{named(away)} {verb} not been heard for {duration(since_s)}; {others}"
     remedy = "See whether the process runs and its line carries: it comes back by itself"
     return Verdict("warning", text, remedy)
@@ -289,7 +300,7 @@ def _was_refused(status: Status) -> Verdict | None:
     kept_out = [each for each in status.refused if _is_kept_out(status, each)]
     if not kept_out:
         return None
-    newest = kept_out[-1]
+    newest = min(kept_out, key=lambda each: each.ago_s)
     who = newest.learner or "A peer"
     ago = f"{duration(newest.ago_s)} ago"
     when = ago if newest.times < 2 else f"{newest.times} times, last {ago}"
@@ -331,7 +342,15 @@ def _well(status: Status) -> Verdict:
 
 Rule = Callable[[Status], Verdict | None]
 
-OTHERWISE: Final[tuple[Rule, ...]] = (_stops, _disk_refuses, _was_refused, _begins, _ends)
+OTHERWISE: Final[tuple[Rule, ...]] = (
+    _stops,
+    _disk_refuses,
+    _line_up_is_cut,
+    _line_down_is_cut,
+    _was_refused,
+    _begins,
+    _ends,
+)
 """The rules before a run begins and when it ends, the most urgent first."""
 
 RUNNING: Final[tuple[Rule, ...]] = (
@@ -364,11 +383,11 @@ def _in_state(status: Status, state: LearnerState) -> dict[str, LearnerStatus]:
     return {name: each for name, each in status.learners.items() if each.state == state}
 
 
-def named(names: Iterable[str]) -> str:
+def named(names: Iterable[str], most: int = NAMED_MAX) -> str:
     """Names in one line, not too many."""
     listed = list(names)
-    text = ", ".join(listed[:NAMED_MAX])
-    more = len(listed) - NAMED_MAX
+    text = ", ".join(listed[:most])
+    more = len(listed) - most
     return f"{text} and {more} more" if more > 0 else text
 
 

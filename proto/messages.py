@@ -389,7 +389,7 @@ class FragmentStatus(Struct, frozen=True, array_like=True):
     stage: Text = "idle"
     """"idle", "collecting", "merging" or "committing"."""
     stage_s: Seconds = 0.0
-    """Since it collects, or since it was due to be merged; 0: idle."""
+    """In this stage; 0: idle."""
     pushes: Count = 0
     """Pushes that wait, or that the round holds."""
 

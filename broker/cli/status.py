@@ -40,7 +40,8 @@ LEGEND: Final = (
 
 PAUSE_S_MIN: Final = 0.1
 TIMEOUT_S: Final = 5.0
-"""Shortest time between two questions, and longest wait for an answer, while a run is followed."""
+"""Shortest time between two questions, and longest wait for an answer, while a run is followed. A
+connection over a long line takes some round trips, however often the user wants a line."""
 
 LANE_COLOURS: Final[dict[str, str]] = {
     LearnerState.TRAINING: "green",
@@ -96,7 +97,7 @@ def watch(
     while phase != Phase.ENDED:
         next_at = time.monotonic() + pause_s
         try:
-            answer = ask_status(address, site, timeout_s=min(TIMEOUT_S, pause_s))
+            answer = ask_status(address, site, timeout_s=TIMEOUT_S)
         except BrokerUnreachable as error:
             facts: dict[str, Any] = {"error": str(error)}
             line = f"{MARKS['bad'][0]} {error}"

@@ -6,7 +6,7 @@ others by fixed lists of words.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -37,8 +37,47 @@ def gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(f"{PREFIX}_{name}", text, value=value)
 
 
-def counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(f"{PREFIX}_{name}", text, value=value)
+GAUGES: Final[Mapping[str, tuple[str, Callable[[Status], float | None]]]] = {
+    "uptime_seconds": ("Seconds since the broker's start.", lambda said: said.uptime_s),
+    "goal_tokens": ("Tokens at which the run ends; 0: no goal.", lambda said: said.goal_tokens),
+    "last_merge_age_seconds": (
+        "Since the last merge.", lambda said: said.last_merge.ago_s if said.last_merge else None
+    ),
+    "period_seconds": ("Seconds between two rounds of a fragment.", lambda said: said.period_s),
+    "sync_seconds": ("Mean seconds from due to durable.", lambda said: said.sync_s),
+    "disk_free_bytes": ("Room for the state directory.", lambda said: said.disk.free_bytes),
+    "disk_journal_bytes": ("Size of the journal.", lambda said: said.disk.journal_bytes),
+    "disk_failing": (
+        "1 while the disk refuses a write.", lambda said: float(bool(said.disk.error))
+    ),
+    "disk_commit_p99_seconds": (
+        "p99 of the last 256 commits.", lambda said: said.disk.commit_p99_ms / 1000
+    ),
+    "broker_resident_bytes": ("Memory of the broker.", lambda said: said.process.rss_bytes),
+    "broker_workers_queue": ("Work that waits for a worker.", lambda said: said.process.queue),
+}  # fmt: skip
+"""Name -> what it tells, and its value; None: there is none now."""
+
+COUNTERS: Final[Mapping[str, tuple[str, Callable[[Status], float]]]] = {
+    "run_tokens": ("Tokens that the run has learned.", lambda said: said.run_tokens),
+    "merges": ("Rounds merged since the broker's start.", lambda said: said.merges),
+    "merged_pushes": ("Pushes in these rounds.", lambda said: said.contributions),
+    "broker_cpu_seconds": ("Processor time of the broker.", lambda said: said.process.cpu_s),
+}
+
+
+def labelled(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    text: str,
+    label: str,
+    values: Mapping[str, float],
+) -> Metric:
+    """A metric with one label."""
+    family = kind(f"{PREFIX}_{name}", text, labels=(label,))
+    for each, value in values.items():
+        family.add_metric((each,), value)
+    return family
 
 
 def run_metrics(status: Status) -> Iterator[Metric]:
@@ -48,57 +87,22 @@ def run_metrics(status: Status) -> Iterator[Metric]:
     )
     info.add_metric((status.narrows, status.settings.mode), 1)
     yield info
-    phase = GaugeMetricFamily(f"{PREFIX}_phase", "1 for the run's phase.", labels=("state",))
-    for each in Phase:
-        phase.add_metric((each.value,), float(each.value == status.phase))
-    yield phase
-    yield gauge("uptime_seconds", "Seconds since the broker's start.", status.uptime_s)
-    yield counter("run_tokens", "Tokens that the run has learned.", status.run_tokens)
-    yield gauge("goal_tokens", "Tokens at which the run ends; 0: no goal.", status.goal_tokens)
-    yield counter("merges", "Rounds merged since the broker's start.", status.merges)
-    yield counter("merged_pushes", "Pushes in these rounds.", status.contributions)
-    if status.last_merge is not None:
-        yield gauge("last_merge_age_seconds", "Since the last merge.", status.last_merge.ago_s)
-    yield gauge("period_seconds", "Seconds between two rounds of a fragment.", status.period_s)
-    yield gauge("sync_seconds", "Mean seconds from due to durable.", status.sync_s)
-
-    version = GaugeMetricFamily(
-        f"{PREFIX}_fragment_version", "Newest durable version.", labels=("fragment",)
-    )
-    for index, fragment in enumerate(status.fragments):
-        version.add_metric((str(index),), fragment.version)
-    yield version
-    line = CounterMetricFamily(
-        f"{PREFIX}_line_bytes", "Bytes on the broker's line.", labels=("direction",)
-    )
-    line.add_metric(("up",), status.line.up_bytes)
-    line.add_metric(("down",), status.line.down_bytes)
-    yield line
-    limit = GaugeMetricFamily(
-        f"{PREFIX}_line_limit_bits_per_second", "Budget; 0: none.", labels=("direction",)
-    )
-    limit.add_metric(("up",), status.line.total_up_limit)
-    limit.add_metric(("down",), status.line.total_down_limit)
-    yield limit
-    refused = CounterMetricFamily(
-        f"{PREFIX}_refused", "Refusals since the broker's start.", labels=("code",)
-    )
-    for code, count in status.refusals.items():
-        refused.add_metric((code,), count)
-    yield refused
-
-    disk = status.disk
-    if disk.free_bytes is not None:
-        yield gauge("disk_free_bytes", "Room for the state directory.", disk.free_bytes)
-    yield gauge("disk_journal_bytes", "Size of the journal.", disk.journal_bytes)
-    yield gauge("disk_failing", "1 while the disk refuses a write.", float(bool(disk.error)))
-    yield gauge(
-        "disk_commit_p99_seconds", "p99 of the last 256 commits.", disk.commit_p99_ms / 1000
-    )
-    process = status.process
-    yield gauge("broker_resident_bytes", "Memory of the broker.", process.rss_bytes)
-    yield counter("broker_cpu_seconds", "Processor time of the broker.", process.cpu_s)
-    yield gauge("broker_workers_queue", "Work that waits for a worker.", process.queue)
+    for name, (text, read) in GAUGES.items():
+        if (value := read(status)) is not None:
+            yield gauge(name, text, value)
+    for name, (text, count) in COUNTERS.items():
+        yield CounterMetricFamily(f"{PREFIX}_{name}", text, value=count(status))
+    line = status.line
+    limits = {"up": line.total_up_limit, "down": line.total_down_limit}
+    crossed = {"up": line.up_bytes, "down": line.down_bytes}
+    phases = {each.value: float(each.value == status.phase) for each in Phase}
+    versions = {str(index): each.version for index, each in enumerate(status.fragments)}
+    one, many = GaugeMetricFamily, CounterMetricFamily
+    yield labelled(one, "phase", "1 for the run's phase.", "state", phases)
+    yield labelled(one, "fragment_version", "Newest durable version.", "fragment", versions)
+    yield labelled(one, "line_limit_bits_per_second", "Budget; 0: none.", "direction", limits)
+    yield labelled(many, "line_bytes", "Bytes on the broker's line.", "direction", crossed)
+    yield labelled(many, "refused", "Refusals since the broker's start.", "code", status.refusals)
 
 
 def learner_metrics(status: Status) -> Iterator[Metric]:
@@ -124,14 +128,9 @@ def learner_metrics(status: Status) -> Iterator[Metric]:
         "lost_tokens": ("Those that never will be.", lambda each: each.lost_tokens),
     }
     for key, (text, read) in gauges.items():
-        family = GaugeMetricFamily(f"{PREFIX}_learner_{key}", text, labels=("learner",))
-        for name, learner in status.learners.items():
-            value = read(learner)
-            if value is not None:
-                family.add_metric((name,), value)
-        yield family
-    for key, (text, read_count) in counters.items():
-        totals = CounterMetricFamily(f"{PREFIX}_learner_{key}", text, labels=("learner",))
-        for name, learner in status.learners.items():
-            totals.add_metric((name,), read_count(learner))
-        yield totals
+        read_all = {name: read(each) for name, each in status.learners.items()}
+        told = {name: value for name, value in read_all.items() if value is not None}
+        yield labelled(GaugeMetricFamily, f"learner_{key}", text, "learner", told)
+    for key, (text, count) in counters.items():
+        totals = {name: count(each) for name, each in status.learners.items()}
+        yield labelled(CounterMetricFamily, f"learner_{key}", text, "learner", totals)

@@ -50,7 +50,7 @@ HEADERS: Final = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-"""This is counted for each answer."""
+"""Each answer has them."""
 
 _log: Final = logging.getLogger("narrows.page")
 

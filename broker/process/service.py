@@ -11,7 +11,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
@@ -64,7 +64,7 @@ class Service:
         """Binds, opens the state directory, replays. Raises NarrowsError, each with its remedy."""
         self._stop_reason = ""
         self._looked_at = -math.inf
-        self._open_files = 0
+        self._open_files = self._rss_bytes = 0
         self._state_dir = Path(config.broker.state_dir)
         self._manager = ServiceManager()
         self.is_saved = False
@@ -146,13 +146,15 @@ class Service:
 
     def _measure(self, status: Status, now: float) -> Status:
         """Adds to a Status what the process knows of itself, and the keys that were refused."""
-        if now >= self._looked_at + LOOK_S:
-            self._looked_at = now
-            self._open_files = len(os.listdir("/proc/self/fd"))
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        with suppress(OSError):  # No more files can be opened: the run goes on all the same.
+            if now >= self._looked_at + LOOK_S:
+                self._looked_at = now
+                self._open_files = len(os.listdir("/proc/self/fd"))
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            self._rss_bytes = pages * os.sysconf("SC_PAGE_SIZE")
         process = structs.replace(
             status.process,
-            rss_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
+            rss_bytes=self._rss_bytes,
             cpu_s=time.process_time(),
             open_files=self._open_files,
             workers=WORKERS,
@@ -163,7 +165,8 @@ class Service:
             RefusalStatus(key, ErrorCode.KEY_REFUSED, UNKNOWN_KEY, now - at, 1)
             for key, at in strangers.items()
         ]
-        return structs.replace(status, process=process, refused=(*status.refused, *keys))
+        refused = sorted((*status.refused, *keys), key=lambda each: -each.ago_s)
+        return structs.replace(status, process=process, refused=tuple(refused))
 
     def _turn(self) -> None:
         now = time.monotonic()

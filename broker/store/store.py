@@ -450,9 +450,13 @@ class Store(History):
         self._journal_bytes = kept_bytes
 
 
-def _free_bytes(folder: Path) -> int:
-    """Bytes that this user may still write there."""
-    found = os.statvfs(folder)
+def _free_bytes(folder: Path) -> int | None:
+    """Bytes that this user may still write there. None: not known, and no reason to take a commit
+    for one that was not written."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None
     return found.f_bavail * found.f_frsize
 
 

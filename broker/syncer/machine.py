@@ -267,7 +267,7 @@ class Syncer:
             case ev.Seed():
                 self._seeding.seeded()
             case ev.MergeRound(due):
-                self._rounds.merged(due.fragment)
+                self._rounds.merged(due.fragment, now)
             case ev.Commit(fragment):
                 self._rounds.durable(fragment, now)
             case ev.CommitEnd():

@@ -278,9 +278,10 @@ class Rounds:
 
     # Commit.
 
-    def merged(self, fragment: int) -> None:
+    def merged(self, fragment: int, now: float) -> None:
         """The sum is made. Nothing has changed yet, and no learner hears of it."""
         self.move(self.state.rounds[fragment], Step.MERGED)
+        self.state.rounds[fragment].merged_at = now
         self.state.effects.append(ev.Commit(fragment))
 
     def disk_failed(self, fragment: int, error: Exception) -> None:

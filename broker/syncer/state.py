@@ -126,6 +126,7 @@ class FragmentRound:
     launched_at: float = 0.0
     quorum_at: float | None = None
     due_at: float = 0.0
+    merged_at: float = 0.0
     inbox: dict[str, InboxPush] = field(default_factory=dict[str, InboxPush])
     """By incarnation."""
     taken: tuple[Contribution, ...] = ()

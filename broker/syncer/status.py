@@ -16,6 +16,7 @@ from narrows.broker.syncer.members import Member
 from narrows.broker.syncer.rounds import Rounds
 from narrows.broker.syncer.seeding import Seeding
 from narrows.broker.syncer.state import FragmentRound, Stage, State
+from narrows.broker.verdict import KNOCKS, named
 from narrows.proto.errors import ErrorCode, short
 from narrows.proto.messages import (
     TEXT_CHARACTERS_MAX,
@@ -160,7 +161,7 @@ def _fragment(state: State, fragment: int, slot: FragmentRound, now: float) -> F
         Stage.IDLE: now,
         Stage.COLLECTING: slot.launched_at,
         Stage.MERGING: slot.due_at,
-        Stage.COMMITTING: slot.due_at,
+        Stage.COMMITTING: slot.merged_at,
     }
     return FragmentStatus(
         elements=state.elements[fragment] if state.elements else 0,
@@ -244,7 +245,7 @@ def _waiting_for(
         if slot.disk_error
     ]
     newest = list(state.strangers.values())[-NAMED_MAX:]
-    lines += [f"its operator: {text}" for text, seen_at in newest if now < seen_at + STRANGER_S]
+    lines += [f"{KNOCKS}{text}" for text, seen_at in newest if now < seen_at + STRANGER_S]
     if state.stopping:
         return [*lines, f"nobody: the broker stops ({state.stopping})"]
     if state.phase is Phase.SEEDING:
@@ -289,10 +290,8 @@ def _why_nobody_trains(connected: list[Member], now: float) -> str:
     return f"{_listed(stalled)} to make a step" if stalled else "none is here"
 
 
-def _listed(members: list[Member]) -> str:
-    names = ", ".join(member.name for member in members[:NAMED_MAX])
-    more = len(members) - NAMED_MAX
-    return f"{names} and {more} more" if more > 0 else names
+def _listed(members: Iterable[Member]) -> str:
+    return named((member.name for member in members), NAMED_MAX)
 
 
 def _announced(state: State) -> dict[str, float]:

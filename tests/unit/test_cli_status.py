@@ -161,6 +161,7 @@ def test_watch_follows_a_run_through_an_outage_to_its_end(
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     assert narrows.run("watch", *flags.split(), "--every", "2s") == 0
+    assert {call.kwargs["timeout_s"] for call in ask.call_args_list} == {status.TIMEOUT_S}
     assert len(pauses) == 2 and 1.0 < min(pauses) <= max(pauses) <= 2.0
     lines = narrows.out.splitlines()
     if flags:

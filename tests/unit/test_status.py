@@ -2,6 +2,7 @@
 steps."""
 
 import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,6 +161,32 @@ def test_of_many_that_are_refused_the_newest_are_told() -> None:
         refusals.count(f"n{number}", "bad_name", "no", 1.0)
     told = refusals.newest(2.0)
     assert [told[0].learner, told[-1].learner] == ["n10", f"n{REFUSED_MAX + 9}"]
+
+
+def test_a_disk_that_hides_its_room_costs_no_commit(house: House) -> None:
+    """Holds `Store.commit`: after its row is durable nothing may say that it was not written."""
+    (a,) = begun(house, "site-a")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "statvfs", Mock(side_effect=OSError(errno.ESTALE, "stale")))
+        a.push()
+        house.until(lambda: house.heads == (1,), "a version", a)
+        told = house.host.status(house.now).disk
+    assert (told.free_bytes, told.error) == (None, "")
+
+
+def test_a_slow_merge_is_not_the_disks_fault() -> None:
+    """Holds `Rounds.merged`."""
+    desk = running("a")
+    desk.to_launch("a")
+    desk.commits = False
+    desk.push("a", 0, 1)
+    (due,) = desk.take(ev.MergeRound)
+    desk.pass_(40.0, "a")
+    assert desk.status.fragments[0].stage_s == 40.0
+    desk.do(desk.syncer.done, due)
+    desk.pass_(1.0, "a")
+    told = desk.status.fragments[0]
+    assert (told.stage, told.stage_s) == ("committing", 1.0)
 
 
 def test_the_disk_tells_what_it_refuses_and_for_how_long(house: House) -> None:

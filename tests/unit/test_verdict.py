@@ -153,6 +153,42 @@ FACTS: dict[str, tuple[dict[str, Any], str, str]] = {
         learners(b={"state": "lost", "since_s": 31.0, "heard_s": 35.0}),
         "warning", "b has not been heard for 35 s; the other 3 train on",
     ),
+    "one hangs, one evaluates": (
+        part("quorum", training=0, idle_s=31.0)
+        | learners(a={"state": "paused"}, b={"state": "no steps"}, c={"state": "paused"}),
+        "bad", "Nobody has trained for 31 s: b makes no steps",
+    ),
+    "cut off at the end": (
+        {"phase": "ending", "awaited": ("a",)} | learners(a={"no_data_s": 31.0}),
+        "bad", "Nothing has come up from a for 31 s",
+    ),
+    "stuck while a stranger knocks": (
+        part("last_merge", ago_s=31.0) | {"waiting_for": ("its operator: x", "c to push 2")},
+        "bad", "no new version for 31 s: the run waits for c to push 2",
+    ),
+    "version 0 comes": (
+        {
+            "phase": "seeding", "quorum": msg.QuorumStatus(at_start=1, here=1),
+            "waiting_for": ("version 0 from a: 7% is here",),
+        },
+        "ok", "The run begins: version 0 from a: 7% is here",
+    ),
+    "the only one": (
+        part("quorum", training=0, idle_s=4.0)
+        | learners(b={"state": "silent", "since_s": 1.0, "heard_s": 4.0}),
+        "warning", "b has not been heard for 4 s; nobody trains now",
+    ),
+    "nobody trains yet": (
+        part("quorum", training=0, idle_s=4.0), "ok", "Nobody trains at the moment"
+    ),
+    "a snapshot of minutes": (part("process", busy_s=99.0, queue=2, workers=2), "ok", "well"),
+    "one waits": (
+        part("process", busy_s=99.0, queue=3, workers=2), "warning", "and 1 piece of work waits",
+    ),
+    "the newest refusal": (
+        {"refused": (structs.replace(REFUSED, learner="new", ago_s=1.0), REFUSED)},
+        "warning", "new was refused 3 times, last 1 s ago",
+    ),
     "lost for good": (learners(b={"state": "lost", "since_s": 4000.0}), "ok", "All is well"),
     "first": (
         {"phase": "seeding", "quorum": msg.QuorumStatus(at_start=1)},
