@@ -221,6 +221,8 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise  # All ranks are here.
             others = ", ".join(str(rank) for rank in range(self.size) if rank != self.rank)
             raise LocalProtocolError(
                 ErrorCode.RANK_LOST,

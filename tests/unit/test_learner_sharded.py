@@ -80,6 +80,8 @@ def test_a_leader_that_is_interrupted_behind_its_order_waits_for_nobody() -> Non
     with pytest.raises(KeyboardInterrupt):
         RanksIsland(ranks, interrupted).adopt(ranks.fragment(0, 1), Prepared(None, 0.0))
     assert ranks.apart
+    with pytest.raises(torch.OutOfMemoryError), ranks.exchanging():
+        raise torch.OutOfMemoryError("CUDA out of memory: no rank is lost")
 
 
 def test_a_sum_that_is_not_made_yet_is_refused() -> None:
