@@ -116,10 +116,10 @@ class Stage:
         elif isinstance(part, Boundary):
             part.perform = partial(self._between, part.perform)  # type: ignore[method-assign]
 
-    def _between(self, call: Callable[..., Any], *given: Any) -> Any:
+    def _between(self, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
         self._is_between = True
         try:
-            return call(*given)
+            return call(*given, **named)
         except Interrupt:
             self.interrupts += 1  # The loop catches it and goes on.
         finally:
