@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import time
+import webbrowser
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -65,6 +66,7 @@ def demo(
     json: Path | None = None,
     picture: Path | None = None,
     plain: bool = False,
+    page: bool = False,
 ) -> None:
     """Train one model with several learners on this machine, one of them killed on the way.
 
@@ -82,6 +84,8 @@ def demo(
         SVG file for the table while a learner was dead, and the results.
     plain
         Print lines instead of a live table.
+    page
+        Show the run in a browser, too.
     """
     if not 2 <= learners <= 26 or steps < 1:
         raise ConfigError(
@@ -102,7 +106,7 @@ def demo(
     view = View(console, story, is_live=console.is_terminal and not plain)
     with Deployment(folder=keep) as run:
         run.remedy = "`narrows demo --keep FOLDER` keeps the logs of all processes"
-        play(run, names, story, view)
+        play(run, names, story, view, page=page)
         wall_s = time.monotonic() - story.started_at
         console.print("The run has ended; the learners measure the model ...")
         for name in names:
@@ -119,7 +123,9 @@ def demo(
         paper.save_svg(str(picture), title="narrows demo")
 
 
-def play(run: Deployment, names: Sequence[str], story: Story, view: View) -> None:
+def play(
+    run: Deployment, names: Sequence[str], story: Story, view: View, *, page: bool = False
+) -> None:
     """Starts everybody and watches the run to its end; kills the victim and brings it back.
 
     Raises NarrowsError if a process fails.
@@ -135,7 +141,12 @@ def play(run: Deployment, names: Sequence[str], story: Story, view: View) -> Non
     )
     for name in names:
         run.learner(name, PRESET)
-    key = read_site_key(run.folder / f"{names[0]}.key")
+    key_file = run.folder / f"{names[0]}.key"
+    if page:
+        address = run.page("--key", str(key_file))
+        print(f"The page of this run is at {address}")
+        webbrowser.open(address)
+    key = read_site_key(key_file)
     answered_at = time.monotonic()
     with view.shown:
         while run.running["broker"].exitcode is None:

@@ -22,8 +22,17 @@ LOST_S: Final = 3600.0
 STUCK_GAPS: Final = 5
 """Usual gaps between two versions without a new one, after which the run is stuck."""
 
+LATE_PERIODS: Final = 1.5
+"""A fragment whose newest version is so many periods old has its next one late."""
+
+VERSIONS_BEHIND: Final = 2
+"""A learner that lacks so many versions of one fragment gets them late."""
+
 COMMITS_MIN: Final = 8
 """Versions of this life from which on the times of commits are believed."""
+
+SLOW_COMMIT_S: Final = 0.1
+"""A disk that writes a version faster than this is not slow, however fast the versions follow."""
 
 BYTES_PER_PARAMETER: Final = 12
 """Bytes of a whole state of a fragment: three float32 for each parameter."""
@@ -104,7 +113,9 @@ def _disk_hangs(status: Status) -> Verdict | None:
 def _disk_is_slow(status: Status) -> Verdict | None:
     commit_s = status.disk.commit_p50_ms / 1000
     gap_s = _gap_s(status)
-    if status.merges < COMMITS_MIN or status.uptime_s < EVIDENCE_S or not 0 < gap_s <= commit_s:
+    if status.merges < COMMITS_MIN or status.uptime_s < EVIDENCE_S:
+        return None
+    if commit_s < SLOW_COMMIT_S or not 0 < gap_s <= commit_s:
         return None
     text = (
         f"The broker's disk is slow: a version takes {commit_s:.1f} s to be written, and one is "
@@ -135,15 +146,23 @@ def _workers_are_busy(status: Status) -> Verdict | None:
 
 
 def _budget_is_used_up(status: Status) -> Verdict | None:
+    """A full line is no ill by itself: its versions must come late, too."""
     line = status.line
-    for way, full_s, limits in (
-        ("up", line.up_full_s, "wan.up, wan.total_up"),
-        ("down", line.down_full_s, "wan.down, wan.total_down"),
+    age_s = max((each.version_s for each in status.fragments), default=0.0)
+    is_late = 0 < LATE_PERIODS * status.period_s < age_s
+    training = _in_state(status, LearnerState.TRAINING).values()
+    behind = max((each.versions_behind for each in training), default=0)
+    up = {"wan.up": line.up_limit, "wan.total_up": line.total_up_limit}
+    down = {"wan.down": line.down_limit, "wan.total_down": line.total_down_limit}
+    for way, full_s, limits, is_short in (
+        ("up", line.up_full_s, up, is_late),
+        ("down", line.down_full_s, down, is_late or behind >= VERSIONS_BEHIND),
     ):
-        if full_s >= EVIDENCE_S:
+        if full_s >= EVIDENCE_S and is_short:
             text = f"The budget of the line {way} has been used up for {duration(full_s)}"
-            remedy = f"Raise {limits}, or fragments.sync_period_steps: versions come late"
-            return Verdict("warning", text, remedy)
+            keys = " or ".join(key for key, limit in limits.items() if limit)
+            remedy = f"Raise {keys}, or fragments.sync_period_steps"
+            return Verdict("warning", f"{text}, and versions come late", remedy)
     return None
 
 
@@ -208,7 +227,10 @@ def _line_up_is_cut(status: Status) -> Verdict | None:
         return None
     since_s = max(each.no_data_s for each in cut.values())
     text = f"Nothing has come up from {named(cut)} for {duration(since_s)}: pushes are announced"
-    remedy = "See whether a firewall closes the broker's uplink port, and whether the line carries"
+    remedy = (
+        f"See whether a firewall closes the broker's uplink port {status.uplink_port}, and whether "
+        "the line carries"
+    )
     return Verdict("bad", text, remedy)
 
 
@@ -269,8 +291,13 @@ def _was_refused(status: Status) -> Verdict | None:
         return None
     newest = kept_out[-1]
     who = newest.learner or "A peer"
-    text = f"{who} was refused {duration(newest.ago_s)} ago ({newest.code}): {newest.text}"
-    return Verdict("warning", text, _capital(ErrorCode(newest.code).remedy))
+    ago = f"{duration(newest.ago_s)} ago"
+    when = ago if newest.times < 2 else f"{newest.times} times, last {ago}"
+    # The rest of an error's text is for programmers: `NAME: CODE: WHAT (expected ...). REMEDY`.
+    said = newest.text.removeprefix(f"{who}: ").removeprefix(f"{newest.code}: ")
+    what, _, rest = said.partition(" (expected ")
+    remedy = rest.partition("). ")[2] or ErrorCode(newest.code).remedy
+    return Verdict("warning", f"{who} was refused {when}: {what}", _capital(remedy))
 
 
 def _is_kept_out(status: Status, refusal: RefusalStatus) -> bool:
@@ -292,6 +319,8 @@ def _is_short(status: Status) -> Verdict | None:
 
 def _well(status: Status) -> Verdict:
     training = status.quorum.training
+    if not training:
+        return Verdict("ok", "Nobody trains at the moment; if it lasts, this line says why")
     text = f"All is well: {training} {_verb(range(training), 'learner trains', 'learners train')}"
     if status.tokens_per_s:
         text = f"{text}, {status.tokens_per_s:,.0f} tokens a second"

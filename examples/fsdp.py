@@ -1,7 +1,8 @@
 """A learner of several processes: FSDP2 shards one model over them, on CPUs or on GPUs.
 
 narrows broker --goal-tokens 2e6 --set run.learners_at_start=2 --state-dir runs/fsdp
-torchrun --nproc-per-node 2 examples/fsdp.py site-a & torchrun ... --master-port 29501 ... site-b
+torchrun --standalone --nproc-per-node 2 examples/fsdp.py site-a
+torchrun --standalone --nproc-per-node 2 examples/fsdp.py site-b
 
 Sites may have other numbers of ranks, and a site may be one process: `python examples/fsdp.py`.
 """
@@ -66,7 +67,7 @@ def train(name: str) -> None:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING if RANK else logging.INFO, format="%(message)s")
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        sys.exit("usage: torchrun --nproc-per-node 2 fsdp.py NAME")
+        sys.exit("usage: torchrun --standalone --nproc-per-node 2 fsdp.py NAME")
     if "RANK" in os.environ:
         torch.set_num_threads(1)
         if ON_GPU:

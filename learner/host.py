@@ -154,7 +154,7 @@ class LearnerHost:
                 case do.Adopt(index):
                     rule = self._rule(effect, bases)
                     bases[index] = rule.new
-                    ahead = self.ahead.get(index)
+                    ahead = self.ahead.pop(index, None)  # A worker that has not begun need not.
                     prepared = None
                     if ahead is not None and ahead.rule == rule:
                         prepared = ahead.prepared
@@ -188,19 +188,20 @@ class LearnerHost:
         for index, rule in foreseen.items():
             if index not in self.ahead:
                 ahead = self.ahead[index] = Ahead(rule)
-                work = partial(self.island.prepare, self._fragment(index), rule)
-                self._pool.run(work, partial(self._prepared, ahead))
+                self._pool.run(partial(self._prepare_ahead, index, ahead), self._prepared)
 
-    def _prepared(self, ahead: Ahead, result: Prepared | BaseException, now: float) -> None:
-        if isinstance(result, BaseException):
+    def _prepare_ahead(self, index: int, ahead: Ahead) -> None:
+        """On a worker: a boundary takes the result as soon as it is there."""
+        if self.ahead.get(index) is ahead:  # Else it is adopted, or stale.
+            ahead.prepared = self.island.prepare(self._fragment(index), ahead.rule)
+
+    def _prepared(self, result: BaseException | None, now: float) -> None:
+        if result is not None:
             self._refuse(result)  # The training thread prepares it.
-        else:
-            ahead.prepared = result
 
     def adopted(self, effect: do.Adopt, new: Copy) -> None:
         """The parameters of the fragment have moved to this copy."""
         self.seeds.clear()  # Version 0 is durable.
-        self.ahead.pop(effect.fragment, None)
         self._bases[effect.fragment] = new
         self._drop_effect(effect)  # Last: an exception may come between any two lines.
 

@@ -492,12 +492,14 @@ class Session:
 
     @recorded
     def count(self, tokens: int) -> None:
-        """Tokens of the last step, which no boundary has counted, and no push has taken."""
+        """Tokens of the last step, which no boundary has counted, and no push has taken. Where the
+        step itself was overwritten meanwhile, they are lost."""
         self.tokens += tokens
         for part in self.parts:
-            part.tokens += tokens
-            if not part.steps:  # It was cast adrift after that step.
-                part.drop_unpushed()
+            if part.steps > 0:
+                part.tokens += tokens
+            else:
+                part.lost_tokens += tokens
 
     @recorded
     def exchange_without_step(self) -> None:

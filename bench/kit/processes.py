@@ -222,6 +222,14 @@ class Processes:
             wait_until(ready.exists, "the broker to serve", broker, timeout_s=self.wait_s)
         return broker
 
+    def page(self, *flags: str) -> str:
+        """Starts `narrows page` of this run on any free port; its address."""
+        page = self.command(
+            "page", "page", "--broker", self.address, "--listen", f"tcp://{LOOPBACK}:0", *flags
+        )
+        wait_until(lambda: "http://" in page.log, "the page's address", page)
+        return page.log.partition("is at ")[2].partition(";")[0]
+
     def tell(self, *arguments: str) -> str:
         """The output of a `narrows` command, which must succeed."""
         child = self.command("tell", *arguments)

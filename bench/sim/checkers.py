@@ -57,7 +57,7 @@ class Learner:
     """Processes so far."""
     left: bool = False
     """Its training loop is over."""
-    adopting: do.Adopt = field(init=False)
+    adopting: do.Adopt = field(init=False, repr=False)
     """The adoption that its training thread is in, or was in last."""
     foretold: bool = False
     """The session's `due`, as it was after the newest event."""

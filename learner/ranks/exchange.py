@@ -119,7 +119,10 @@ class RanksExchange:
         self._coming = self._begin(Doing.STEPPING)
 
     def boundary(self, tokens: int, loss: float | None) -> None:
-        """After an inner step. Raises what `Exchange.boundary` does, on all ranks."""
+        """After an inner step. Raises what `Exchange.boundary` does, on all ranks. Once the learner
+        has left it does nothing."""
+        if self._coming is None:
+            return
         late = self._agreed()
         self._steps += 1
         if late.due:
@@ -234,7 +237,8 @@ class RanksExchange:
 
         def agreed() -> Said:
             values = begun(TIMEOUT)
-            self._begun.remove(begun)
+            if begun in self._begun:
+                self._begun.remove(begun)
             return read_vector(values)[1]
 
         return agreed

@@ -220,6 +220,8 @@ class Ranks:
         """Names the ranks in what torch raises when one has gone."""
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise  # All ranks are here.

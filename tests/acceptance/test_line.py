@@ -83,11 +83,14 @@ class Proxy:
         """Connections that `cut_after` has reset."""
         self.alters: set[tuple[int, Direction]] = set()
         """Ports and directions in which one byte of what comes next is altered."""
+        self.held: set[tuple[int, Direction]] = set()
+        """Ports and directions in which nothing passes, connections stay open."""
         self.passed: list[Passage] = []
         """Blocks of bytes that have passed, in order."""
         self._carried: Counter[tuple[int, Direction]] = Counter()
         self._fuses: dict[tuple[int, Direction], int] = {}
         self._flows = threading.Event()
+        self._over = threading.Event()
         self._ends: list[socket.socket] = []
         for port in range(3):
             server = socket.create_server((OTHER_LOOPBACK, first + port))
@@ -100,6 +103,7 @@ class Proxy:
 
     def __exit__(self, *_: object) -> None:
         self._reset(*self._ends)
+        self.held.clear()
         self.release()
 
     def cut_after(self, port: int, direction: Direction, size: int) -> None:
@@ -135,6 +139,8 @@ class Proxy:
         with suppress(OSError):
             while data := source.recv(1 << 16):
                 self._flows.wait()
+                while key in self.held:
+                    self._over.wait(0.02)
                 allowed = self._fuses.get(key, 1 << 62) - self._carried[key]
                 passes = data[: max(0, allowed)]
                 if passes and key in self.alters:

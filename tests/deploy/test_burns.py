@@ -18,8 +18,9 @@ from acceptance.kit import Site
 from obstore.store import S3Store
 
 from narrows.bench.kit.processes import LOOPBACK, Child, three_ports, wait_until
-from narrows.broker.mirror import LATEST, Manifest
+from narrows.broker.mirror import LATEST, Manifest, Mirror
 from narrows.broker.store import History
+from narrows.proto.errors import StateError
 
 RCLONE = Path(sys.executable).parent / "rclone"
 BURNS = 10
@@ -57,10 +58,11 @@ def store(site: Site) -> Iterator[S3Store]:
 
 
 def manifest(store: S3Store) -> Manifest:
-    """The newest one; before the first, an empty one."""
+    """The newest one; before the first, an empty one. This server, unlike S3, shows an object while
+    it is being written: then there is none, either."""
     try:
         return msgspec.json.decode(bytes(obstore.get(store, LATEST).bytes()), type=Manifest)
-    except FileNotFoundError:
+    except (FileNotFoundError, msgspec.DecodeError):
         return Manifest("")
 
 
@@ -137,4 +139,19 @@ def test_versions_go_on_beside_a_mirror(site: Site, store: S3Store) -> None:
         if pusher is not None:
             pusher.kill()
     print(json.dumps({"alone_s": took_s[False], "beside_s": took_s[True]}))
+    broker.stop()
+
+
+def test_a_second_mirror_is_refused_by_a_server_that_does_not_compare(
+    site: Site, store: S3Store
+) -> None:
+    broker = site.broker()
+    site.learner("site-a")
+    site.contribute("site-a")
+    first, second = Mirror(site.state, store), Mirror(site.state, store)
+    assert first.push() is not None
+    with pytest.raises(StateError, match="another mirror writes"):
+        second.push()
+    site.merge(2)
+    assert first.push() is not None
     broker.stop()

@@ -3,8 +3,11 @@
 `make test-page` runs it; --picture FILE keeps the picture of a run with a killed learner.
 """
 
+import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -70,13 +73,6 @@ class Shown:
         assert self.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def serve(site: Site, *more: str) -> str:
-    """Starts `narrows page` on any free port, and returns its address."""
-    page = site.command("page", "page", site.address, "--listen", "tcp://127.0.0.1:0", *more)
-    wait_until(lambda: "http://" in page.log, "the page's address", page)
-    return page.log.partition("is at ")[2].partition(";")[0]
-
-
 def seconds(page: Page, happens: Callable[[], None], selector: str, word: str) -> float:
     """Seconds from an event to the moment when an element shows a word, by the browser's clock."""
     began: float = page.evaluate("performance.now()")
@@ -93,10 +89,10 @@ def seconds(page: Page, happens: Callable[[], None], selector: str, word: str) -
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_run_is_seen_from_the_first_learner_to_a_broker_that_returns(
-    site: Site, browser: Browser, scheme: str, request: pytest.FixtureRequest
+    site: Site, browser: Browser, scheme: str
 ) -> None:
     broker = site.broker("wan.total_up=20 Mbit/s", "wan.total_down=20 Mbit/s")
-    address = serve(site)
+    address = site.page()
     wide = Shown(browser, address, "wide", scheme)
     phone = Shown(browser, address, "phone", scheme)
     wide.reads("#sentence", "Nobody is here yet")
@@ -118,10 +114,6 @@ def test_a_run_is_seen_from_the_first_learner_to_a_broker_that_returns(
     site.contribute("site-a", count=10)
     for shown in (wide, phone):
         shown.check()
-    picture = request.config.getoption("--picture")
-    if picture is not None and scheme == "light":
-        wide.page.screenshot(path=picture, full_page=True)
-
     gone_s = seconds(wide.page, broker.kill, "#sentence", "has not answered")
     with pytest.raises(OSError, match="503"):
         urlopen(f"{address}/healthz")
@@ -137,9 +129,35 @@ def test_a_run_is_seen_from_the_first_learner_to_a_broker_that_returns(
     print(f"a killed learner is seen after {kill_s:.1f} s, a killed broker after {gone_s:.1f} s")
 
 
+@pytest.mark.timeout(600)
+def test_a_picture_of_the_demo_is_taken_while_a_learner_is_dead(
+    site: Site, browser: Browser, request: pytest.FixtureRequest
+) -> None:
+    picture = request.config.getoption("--picture")
+    if picture is None:
+        pytest.skip("--picture FILE takes the picture of the documents, in some minutes")
+    log = site.folder / "demo.log"
+    with log.open("w") as output:
+        # BROWSER is a program that opens nothing.
+        demo = subprocess.Popen(
+            [sys.executable, "-m", "narrows", "demo", "--page", "--plain"],
+            stdout=output, stderr=output, env={**os.environ, "BROWSER": "true"},
+        )  # fmt: skip
+    try:
+        wait_until(lambda: "http://" in log.read_text(), "the page's address", timeout_s=200)
+        address = log.read_text().partition("The page of this run is at ")[2].split()[0]
+        shown = Shown(browser, address, "wide", "light")
+        sentence = shown.page.get_by_text("site-b has not been heard for 1")
+        expect(sentence).to_be_visible(timeout=400_000)
+        shown.page.screenshot(path=picture, full_page=True)
+    finally:
+        demo.send_signal(signal.SIGTERM)
+        assert demo.wait(60) == 130
+
+
 def test_the_page_ends_by_a_signal_while_somebody_looks(site: Site, browser: Browser) -> None:
     site.broker()
-    address = serve(site)
+    address = site.page()
     shown = Shown(browser, address, "wide", "light")
     shown.reads("#sentence", "Nobody is here yet")
     site.running["page"].signal(signal.SIGTERM)
@@ -149,7 +167,7 @@ def test_the_page_ends_by_a_signal_while_somebody_looks(site: Site, browser: Bro
 
 def test_metrics_are_served_in_the_format_of_prometheus(site: Site) -> None:
     site.broker()
-    address = serve(site)
+    address = site.page()
 
     def text() -> Any:
         return urlopen(f"{address}/metrics").read().decode()

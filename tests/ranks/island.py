@@ -209,5 +209,6 @@ def counting(island: Island) -> list[int]:
 
 
 if __name__ == "__main__":
-    _, its_folder, its_name, its_broker, its_kind, its_ranks = sys.argv
-    learn(Path(its_folder), its_name, its_broker, Island(its_kind, int(its_ranks)), 0)
+    _, its_folder, its_name, its_broker, its_island, its_rank = sys.argv
+    island_here = Island(**json.loads(its_island))
+    learn(Path(its_folder), its_name, its_broker, island_here, int(its_rank))

@@ -140,7 +140,8 @@ class Desk:
     def hello(self, name: str, life: int = 1, **fields: Any) -> Any:
         """Says Hello; returns the Welcome or the Refuse that answers. `peer` names the connection,
         `site` the key's site."""
-        peer, site = fields.pop("peer", f"{name}:{life}"), fields.pop("site", None)
+        peer = fields.pop("peer", f"{name}:{life}")
+        site = fields.pop("site", None)
         who = incarnation(name, life)
         hello = msg.Hello(msg.PROTOCOL, name, who, "", "", fingerprint(LAYOUT), ())
         effects = self.do(self.syncer.control, peer, site, structs.replace(hello, **fields))
@@ -167,7 +168,8 @@ class Desk:
         return self.send(name, msg.Push(fragment, push_id, **(values | fields)))
 
     def header(self, name: str, fragment: int, push_id: int, chunk: int) -> msg.Header:
-        who, kind = incarnation(name, self.lives[name]), msg.DataKind.PUSH
+        who = incarnation(name, self.lives[name])
+        kind = msg.DataKind.PUSH
         return msg.Header(EPOCH, kind, who, fragment, 0, push_id, chunk, "int4-zstd", 0, 0)
 
     def chunk(self, name: str, fragment: int, push_id: int, chunk: int) -> bool:

@@ -101,7 +101,8 @@ class House:
     def start(self) -> None:
         """The next life; the last one may have been killed."""
         self.lives += 1
-        self.wires, self.pool = Wires(), Pool()
+        self.wires = Wires()
+        self.pool = Pool()
         self.store = Store(self.folder, durable=False)
         self.host = Host(
             self.config, self.wires, self.pool, self.store, lambda: self.now, f"{self.lives:08x}",
@@ -158,8 +159,10 @@ class HandLearner:
     """Says what a test has it say, and applies what it hears to its published copy."""
 
     def __init__(self, house: House, name: str) -> None:
-        self.house, self.name = house, name
-        self.incarnation, self.peer = f"{name}.00000001", name.encode().hex()
+        self.house = house
+        self.name = name
+        self.incarnation = f"{name}.00000001"
+        self.peer = name.encode().hex()
         self.copy: F32 | None = None
         self.version = -1
         self.steps = self.push_id = 0
@@ -199,7 +202,8 @@ class HandLearner:
 
     def push(self, value: float = 0.01, tokens: int = 100, loss: float | None = None) -> int:
         """Announces and sends an outer gradient that is `value` everywhere; the push id."""
-        copy, settings = self.copy, self.house.config.shared
+        copy = self.copy
+        settings = self.house.config.shared
         assert copy is not None
         chunks = codec.encode_push(
             FRAGMENT, copy, copy - filled(value), codec=settings.push_codec,
@@ -240,7 +244,8 @@ class HandLearner:
 
     def listen(self) -> None:
         """Takes in the data that has come since, and adopts what is complete."""
-        datas, self._seen = self.house.wires.datas[self._seen :], len(self.house.wires.datas)
+        datas = self.house.wires.datas[self._seen :]
+        self._seen = len(self.house.wires.datas)
         for topic, header, payload, _ in datas:
             if topic.startswith(("p/", f"r/{self.incarnation}/")):
                 assert wire.digest(payload) == header.payload_digest
@@ -251,7 +256,8 @@ class HandLearner:
     def _adopt(
         self, kind: msg.DataKind, version: int, parts: dict[int, tuple[msg.Header, bytes]]
     ) -> None:
-        shared, is_state = self.house.config.shared, kind is msg.DataKind.STATE
+        shared = self.house.config.shared
+        is_state = kind is msg.DataKind.STATE
         elements = shared.state_chunk_elements if is_state else shared.chunk_elements
         is_next = is_state or self.version == version - 1
         if len(parts) < FRAGMENT.chunk_count(elements) or not is_next:
@@ -267,7 +273,8 @@ class HandLearner:
             copy = codec.advance_copy(FRAGMENT, self.copy, chunks)
             self.outcomes.append(parts[0][0].contributors)
         assert codec.digest_of(copy) == parts[0][0].result_digest, "another published copy"
-        self.copy, self.version = copy, version
+        self.copy = copy
+        self.version = version
 
 
 def filled(value: float) -> F32:

@@ -169,7 +169,8 @@ def test_messages_go_both_ways_and_carry_the_site_of_their_key(
     control.send_multipart([b"a", b"b"])
     wire.receive(uplink)  # The broker's subscription; what is sent before it is lost.
     uplink.send_multipart([b"u/00", b"header", b"payload"])
-    host, site = wire.host, "site-a" if pair else None
+    host = wire.host
+    site = "site-a" if pair else None
     wire.until(lambda: host.controls and host.datas and host.fan_out == 1, "all three")
     peer, *rest = host.controls[0]
     assert rest == [site, [b"a", b"b"]]
@@ -192,7 +193,8 @@ def test_the_largest_payload_passes_and_a_full_pipe_answers(keyed: Wire, keys: P
     """MAXMSGSIZE counts what CURVE adds. With NODROP a pipe without room loses nothing."""
     uplink = keyed.dial(Kind.LEARNER_UPLINK, admitted(keyed, keys, "site-a"))
     keyed.receive(uplink)  # The broker's subscription.
-    payload, sent = bytes(PAYLOAD_BYTES_MAX), 0
+    payload = bytes(PAYLOAD_BYTES_MAX)
+    sent = 0
     with pytest.raises(zmq.Again):
         while sent < 1000:
             uplink.send_multipart([b"u/00", b"%d" % sent, payload], zmq.NOBLOCK, copy=False)
@@ -242,7 +244,9 @@ def test_a_reader_that_has_stopped_holds_the_others_up_only_until_a_message_is_l
     fast, stopped = wire.listen(b"p/00"), wire.listen(b"p/00")
     wire.clients.remove(stopped)  # Nobody looks at it.
     wire.until(lambda: wire.host.fan_out == 2, "two listeners")
-    payload, blocked, after = b"x" * 100_000, 0, 0
+    payload = b"x" * 100_000
+    blocked = 0
+    after = 0
     for _ in range(2000):
         if not takes(wire, payload):
             blocked += 1
@@ -260,7 +264,8 @@ def test_the_door_keeps_a_key_out_after_too_many_refusals_for_a_minute(
     keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Holds `Door.strike`."""
-    pair, now = new_pair(), 50.0
+    pair = new_pair()
+    now = 50.0
     AllowList.allow(keys, "site-a", pair.public)
     door = Door(keys, now)
     for _ in range(REFUSALS_MAX - 1):
@@ -278,9 +283,11 @@ def test_the_door_keeps_a_key_out_after_too_many_refusals_for_a_minute(
 
 def test_the_door_hears_1024_learners_and_no_flood(keys: Path) -> None:
     """Holds `Door.hears`."""
-    pair, now = new_pair(), 50.0
+    pair = new_pair()
+    now = 50.0
     AllowList.allow(keys, "site-a", pair.public)
-    door, here = Door(keys, now), list[str]()
+    door = Door(keys, now)
+    here = list[str]()
     for _ in range(LEARNERS_MAX):  # After a start of the broker all say Hello and Report.
         for is_learner in (False, True):
             assert door.hears(pair.public, lambda: here, now, is_learner=is_learner)
@@ -368,7 +375,8 @@ def test_a_list_that_could_not_be_read_is_read_again_if_need_be_without_connecti
 ) -> None:
     """Holds `Door.look`."""
     admitted(keyed, keys, "site-a")
-    read, code = AllowList.read, errno.EIO
+    read = AllowList.read
+    code = errno.EIO
 
     def fails(folder: Path) -> AllowList:
         if keyed.sockets.pollable:
@@ -393,7 +401,8 @@ def test_the_log_names_each_key_that_is_not_admitted_once_a_minute(
     keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Holds `Door.admits`."""
-    door, strangers = Door(keys, 0.0), [new_pair().public for _ in range(2)]
+    door = Door(keys, 0.0)
+    strangers = [new_pair().public for _ in range(2)]
     for now in (0.0, 30.0, 31.0 + REFUSALS_S):
         door.look(now)
         assert not any(door.admits(key) for key in strangers * 3)
@@ -407,7 +416,8 @@ def test_the_log_names_each_key_that_is_not_admitted_once_a_minute(
 
 def test_keys_that_were_refused_are_told_until_they_are_admitted(keys: Path) -> None:
     """Holds `Door.unknown`."""
-    door, stranger = Door(keys, 0.0), new_pair().public
+    door = Door(keys, 0.0)
+    stranger = new_pair().public
     assert not door.admits(stranger)
     now = time.monotonic()
     assert list(door.unknown(now)) == [stranger] and not door.unknown(now + REFUSED_S + 1.0)
@@ -420,8 +430,11 @@ def test_a_key_that_was_admitted_just_now_is_let_in_once_the_loop_has_looked(
     keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Holds `Door.look`."""
-    door, pair = Door(keys, 0.0), new_pair()
-    asks, stat, said = threading.Event(), door._stat, list[bool]()
+    door = Door(keys, 0.0)
+    pair = new_pair()
+    asks = threading.Event()
+    stat = door._stat
+    said = list[bool]()
 
     def asked() -> tuple[int, int, int]:
         asks.set()
@@ -445,7 +458,8 @@ def test_a_key_may_hear_publications_and_its_own_answers(keys: Path) -> None:
     """Holds `Door.may_hear`."""
     pair = new_pair()
     AllowList.allow(keys, "site-a", pair.public)
-    door, own = Door(keys, 0.0), (b"p/00", b"r/site-a.00000001/01", b"r/site-a/0.00000001/01")
+    door = Door(keys, 0.0)
+    own = (b"p/00", b"r/site-a.00000001/01", b"r/site-a/0.00000001/01")
     others = b"r/site-b.00000001/01", b"r/site-ab.00000001/01", b"", b"p", b"r/", b"\xff"
     assert [each for each in (*own, *others) if door.may_hear(pair.public, each)] == [*own]
 
@@ -512,7 +526,8 @@ def test_a_connection_whose_message_never_ends_is_closed(
 ) -> None:
     """Holds `BrokerSockets.receive`."""
     monkeypatch.setattr("narrows.broker.process.connections.UNFINISHED_BYTES_MAX", 1 << 20)
-    wire, part = open_wire, b"\x01\xff" + bytes(255)  # Another frame follows.
+    wire = open_wire
+    part = b"\x01\xff" + bytes(255)  # Another frame follows.
     type_ = {Kind.LEARNER_CONTROL: b"DEALER", Kind.LEARNER_UPLINK: b"XPUB"}.get(kind, b"XSUB")
     port = wire.sockets.ports[ALL_KINDS.index(kind)]
     fine = wire.listen(b"p/00")

@@ -259,7 +259,8 @@ def test_the_copy_advances_alike_at_both_ends_and_a_push_may_be_cut_anew(
     codec: CodecName, case: Case, other: int
 ) -> None:
     """Holds `recut`."""
-    fragment, size = case.fragment, case.chunk_elements
+    fragment = case.fragment
+    size = case.chunk_elements
     published, advanced = step(fragment, case.one, case.two, codec, case.rho, size)
     got = decoded(fragment, codec, size, published)
     assert same_bits(advance_copy(fragment, case.one, got), advanced)
@@ -551,7 +552,8 @@ BAD_FRAMES = {
 @pytest.mark.parametrize("what", BAD_FRAMES)
 def test_bad_frames_are_refused_without_memory_for_them(what: str) -> None:
     """Holds `decode`."""
-    fragment, payload = fragment_of(3), half(2) + BAD_FRAMES[what]
+    fragment = fragment_of(3)
+    payload = half(2) + BAD_FRAMES[what]
     refused(fragment, "int4-zstd", payload)
     tracemalloc.start()
     try:

@@ -183,7 +183,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_site_file_comes_back_and_is_its_owners_alone(tmp_path: Path) -> None:
-    path, key = tmp_path / "site-a.key", site_key()
+    path = tmp_path / "site-a.key"
+    key = site_key()
     before = os.umask(0)
     try:
         keys.write_site_key(path, key)
@@ -206,7 +207,8 @@ def test_a_write_that_fails_leaves_no_half_of_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Holds `write_site_key`."""
-    path, key = tmp_path / "site-a.key", site_key()
+    path = tmp_path / "site-a.key"
+    key = site_key()
     keys.write_site_key(path, key)
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
     for file, replace in ((path, True), (tmp_path / "new.key", False)):
@@ -231,7 +233,8 @@ def test_a_write_that_fails_leaves_no_half_of_a_file(
 def test_a_bad_site_file_is_told_by_entry_and_no_secret_is_shown(
     tmp_path: Path, old: str, new: str, told: str
 ) -> None:
-    path, key = tmp_path / "site-a.key", site_key()
+    path = tmp_path / "site-a.key"
+    key = site_key()
     keys.write_site_key(path, key)
     path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(ConfigError, match=told) as raised:

@@ -36,11 +36,14 @@ def saturated(
 ) -> list[tuple[float, int]]:
     """Departures of a sender that always has a message of `size` waiting, wakes up late by these
     times in turn, and sends `control` bytes every 100 ms that never wait."""
-    now, control_at, left = 0.0, 0.0, list[tuple[float, int]]()
+    now = 0.0
+    control_at = 0.0
+    left = list[tuple[float, int]]()
     while now < seconds:
         opens_at = budget.opens_at(size, now)
         if control and control_at <= opens_at:
-            now, control_at = max(now, control_at), control_at + 0.1
+            now = max(now, control_at)
+            control_at += 0.1
             budget.charge(control, now)
             left.append((now, control))
         elif opens_at <= now:
@@ -98,7 +101,10 @@ def test_acknowledgements_cost_as_much_in_a_batch_as_one_by_one_and_half_of_the_
 ) -> None:
     """A loop that was late reads many messages at the same moment: their acknowledgements left
     when they came. Here they take a quarter of the rate, and then more than all of it."""
-    budget, size_bytes, charged, now = Budget(rate), 2 * 1448, 0, 1.0
+    budget = Budget(rate)
+    size_bytes = 2 * 1448
+    charged = 0
+    now = 1.0
     for batch in batches:
         now += batch * 66 / (0.25 * rate / 8)
         before = budget.in_window(now)
@@ -164,7 +170,8 @@ def run(
 ) -> list[tuple[float, Entry]]:
     """Messages that leave until a time, woken at the deadlines; `room`: the pipe takes one. A lossy
     one always leaves, and from then on libzmq skips the pipe."""
-    left, skipped = list[tuple[float, Entry]](), set[str]()
+    left = list[tuple[float, Entry]]()
+    skipped = set[str]()
     while now <= until:
         while entry := sender.due(now):
             skipped |= {entry.topic} if entry.lossy else set()
@@ -193,7 +200,8 @@ def test_all_that_waits_leaves_in_its_turn(live: int, asked: dict[str, int], str
     put_live(sender, live, streams=streams)
     for who, count in asked.items():
         put_asked(sender, who, count)
-    left, waiting = run(sender, 0.0), {"live": live} | asked
+    left = run(sender, 0.0)
+    waiting = {"live": live} | asked
     assert len(left) == sum(waiting.values())
     assert len(sender) == 0 and sender.deadline(0.0) == math.inf
     for place, who in enumerate(entry.requester or "live" for _, entry in left):
@@ -241,7 +249,8 @@ def test_neither_all_together_nor_a_learner_gets_more_than_the_rate(
 ) -> None:
     """Live data reaches three learners, and counts so often in the total. On top of it two fetch,
     an eighth at most while live data waits; what remains is for them, and they use it."""
-    sender, live = Sender(total=total, each=each), 60
+    sender = Sender(total=total, each=each)
+    live = 60
     sender.fan_out = 3
     put_live(sender, live)
     put_asked(sender, "a", 400)
@@ -309,7 +318,8 @@ def test_a_full_pipe_holds_up_no_answer_to_others_and_no_other_stream() -> None:
 @pytest.mark.parametrize("total", [0.0, 1e12])
 def test_a_frozen_reader_costs_the_others_one_patience(total: float) -> None:
     """Each pipe takes four messages."""
-    sender, taken = Sender(total=total), Counter[str]()
+    sender = Sender(total=total)
+    taken = Counter[str]()
     sender.fan_out = 2
     put_live(sender, 40, streams=4)
 
@@ -326,7 +336,8 @@ def test_a_frozen_reader_costs_the_others_one_patience(total: float) -> None:
 
 def test_lanes_that_wait_side_by_side_use_patience_once_and_it_is_refilled() -> None:
     """Holds `Sender.blocked`."""
-    sender, made_up_s = Sender(total=1e12), LATE_S - RESUME_S
+    sender = Sender(total=1e12)
+    made_up_s = LATE_S - RESUME_S
     sender.fan_out = 2
     put_live(sender, 2, streams=2)
     run(sender, 101.0, lambda entry, now: now > 100.2, now=100.0)
@@ -388,7 +399,10 @@ def test_every_chunk_comes_however_many_are_lost(
     """The owner calls `ask` at `deadline` and after each arrival, as the machines do."""
     rng = random.Random(seed)
     transfer = Transfer(chunks, 0.0, unasked=unasked)
-    now, heard_at, arriving, asked = 0.0, 0.0, dict[int, float](), 0
+    now = 0.0
+    heard_at = 0.0
+    arriving = dict[int, float]()
+    asked = 0
 
     def send(wanted: list[int]) -> None:
         for chunk in wanted:
@@ -455,7 +469,9 @@ def test_the_wait_doubles_only_while_nothing_at_all_comes(
     talks: bool, asked_at: list[float]
 ) -> None:
     """Holds `Transfer.deadline`."""
-    transfer, now, times = Transfer(4, 0.0, unasked=True), 0.0, list[float]()
+    transfer = Transfer(4, 0.0, unasked=True)
+    now = 0.0
+    times = list[float]()
     while len(times) < len(asked_at):
         now = transfer.deadline(now)
         if transfer.ask(now, now - 0.1 if talks else 0.0, 32):

@@ -99,7 +99,8 @@ def test_an_answer_is_of_the_version_that_is_fetched_until_the_publications_afte
 def test_a_layout_of_another_life_is_dropped(house: House) -> None:
     learner = HandLearner(house, "site-a")
     learner.hello()
-    epoch, learner.epoch = learner.epoch, "7-00000000"
+    epoch = learner.epoch
+    learner.epoch = "7-00000000"
     learner.seed()
     assert house.host.syncer.state.layout is None
     learner.epoch = epoch
@@ -307,7 +308,9 @@ def test_a_connection_is_charged_once_whatever_it_says_and_before_its_learner_sa
     house: House,
 ) -> None:
     """Holds `Downlink.listens`."""
-    downlink, a, b = house.host.downlink, Connection(10, 1), Connection(11, 2)
+    downlink = house.host.downlink
+    a = Connection(10, 1)
+    b = Connection(11, 2)
     steps = [
         (a, "p/00", True, 1), (a, "p/00", True, 1), (a, "p/01", True, 1), (b, "p/00", False, 1),
         (b, "p/00", True, 2), (b, "p/00", False, 1), (b, "p/00", False, 1), (b, "p/00", True, 2),
@@ -451,7 +454,8 @@ def test_a_commit_that_is_under_way_at_a_stop_is_told(
 ) -> None:
     """Holds `Service.run`."""
     flags = {"broker.listen": "tcp://127.0.0.1:0", "broker.state_dir": str(tmp_path / "state")}
-    service, told = Service(load_broker(None, flags), events=None), Mock()
+    service = Service(load_broker(None, flags), events=None)
+    told = Mock()
     began = threading.Event()
 
     def commit() -> str:
@@ -501,7 +505,8 @@ def test_a_flood_of_one_kind_of_line_is_cut_and_told() -> None:
 
     def passes(kind: str, level: int = logging.WARNING) -> str:
         line = logging.LogRecord("n", level, "", 0, "%s", ("bad",), None)
-        line.kind, line.created = kind, 5000.0 - now[0]  # The clock on the wall goes back.
+        line.kind = kind
+        line.created = 5000.0 - now[0]  # The clock on the wall goes back.
         return line.getMessage() if limit.filter(line) else ""
 
     passed = [passes("refused site-a") for _ in range(REPEATS_MAX + 5)]
@@ -538,7 +543,9 @@ def test_a_wake_while_the_pool_closes_writes_to_no_closed_pipe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Holds `Workers.close`."""
-    pool, write, threads = Workers(1, "test"), os.write, list[threading.Thread]()
+    pool = Workers(1, "test")
+    write = os.write
+    threads = list[threading.Thread]()
 
     def write_while_another_thread_closes(fd: int, data: bytes) -> int:
         threads.append(threading.Thread(target=pool.close))
@@ -555,7 +562,10 @@ def test_a_wake_while_the_pool_closes_writes_to_no_closed_pipe(
 
 def test_all_workers_share_the_items_of_a_work_and_the_first_error_is_raised() -> None:
     """Holds `Workers.spread`."""
-    pool, meeting, ends, begun = Workers(3, "test"), threading.Barrier(3), list[Any](), list[int]()
+    pool = Workers(3, "test")
+    meeting = threading.Barrier(3)
+    ends = list[Any]()
+    begun = list[int]()
 
     def meet(item: int) -> tuple[int, int]:
         meeting.wait(WAIT_S)

@@ -194,7 +194,8 @@ def test_a_life_of_the_example_goes_on_in_the_data_where_the_one_before_was_kill
 ) -> None:
     monkeypatch.chdir(tmp_path)
     example = run_path(str(Path(__file__).parents[2] / "examples" / "train.py"))
-    train, saved_every = example["train"], 4
+    train = example["train"]
+    saved_every = 4
     monkeypatch.setitem(train.__globals__, "Learner", DoomedLearner)
     monkeypatch.setitem(train.__globals__, "SAVED_EVERY", saved_every)
     for _ in range(3):

@@ -77,7 +77,8 @@ def slow_average(fragment: Fragment, pushes: Sequence[Contribution], rule: str) 
 def some_pushes(draw: st.DrawFn) -> list[Contribution]:
     """Pushes of very different lengths, some with zeros, in any codec and any cut."""
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
-    shared, pushes = rng.normal(size=MIXED.elements), []
+    shared = rng.normal(size=MIXED.elements)
+    pushes = []
     for number in range(draw(st.integers(1, 5))):
         values = draw(st.sampled_from([-0.5, 0.0, 0.5, 1.0])) * shared
         values = (values + rng.normal(size=MIXED.elements)) * 2.0 ** draw(st.integers(-30, 30))

@@ -60,7 +60,8 @@ def next_version(
 ) -> Version:
     """The version after a state, merged from one push of each learner, of 100 tokens in 10 steps.
     The same arguments give the same bytes."""
-    fragment, number = TABLE[state.fragment], push_id or state.version + 1
+    fragment = TABLE[state.fragment]
+    number = push_id or state.version + 1
     pushes = []
     for learner in sorted(learners):
         random = np.random.default_rng([number, state.version, *learner.encode()])
@@ -236,8 +237,10 @@ def test_what_a_start_finds(run: Run) -> None:
 def test_a_failed_sync_holds_the_round_back_and_its_pack_is_never_used_again(run: Run) -> None:
     """Holds `Packs.append`."""
     run.round(0)
-    before, first = pack_bytes(run.folder), run.folder / "packs" / "00000001.pack"
-    content, version = first.read_bytes(), next_version(run.head(0))
+    before = pack_bytes(run.folder)
+    first = run.folder / "packs" / "00000001.pack"
+    content = first.read_bytes()
+    version = next_version(run.head(0))
     with failing("fdatasync", errno.EIO):
         for _ in range(3):
             with pytest.raises(DiskFull, match=r"packs cannot be written: .*Input/output"):
@@ -691,7 +694,8 @@ def test_what_a_running_broker_removes_meanwhile_is_no_damage(
 ) -> None:
     """Holds `History.audit`."""
     monkeypatch.setattr(files, "PACK_BYTES", 1)
-    run, read_state = Run(tmp_path), files.read_state
+    run = Run(tmp_path)
+    read_state = files.read_state
 
     def read_late(*arguments: Any) -> FragmentState:
         """Reads the first snapshot when two newer ones have taken its place."""

@@ -75,7 +75,8 @@ def test_learners_of_another_run_are_named_once_each_and_come_back() -> None:
     assert refusal.code in RETRIED and refusal.message.startswith("this broker holds another run")
     assert (refusal.expected, refusal.got) == (f"run {RUN}", f"run {'x' * 80}")
     assert not desk.noted("refused") and len(desk.noted("other_run")) == 2
-    text, shown = desk.noted("other_run")[0].text, desk.status.waiting_for
+    text = desk.noted("other_run")[0].text
+    shown = desk.status.waiting_for
     assert shown[0] == f"its operator: {text}" and "which is empty: was the state dir" in text
     desk.pass_(60.0)
     assert len(desk.status.waiting_for) == 1
@@ -384,7 +385,8 @@ def test_a_closed_downlink_is_named_once_and_nobody_blamed_for_it(
 
 def test_a_joiner_whose_questions_only_repeat_cannot_be_reached() -> None:
     """To one of the others the chunks come slowly; one has all of them, and is in a long step."""
-    desk, joins = running("a"), msg.Report(0, 0, None, (-1,) * 4)
+    desk = running("a")
+    joins = msg.Report(0, 0, None, (-1,) * 4)
     for name in ("deaf", "slow", "busy"):
         desk.hello(name)
     for second in range(14):
@@ -397,7 +399,8 @@ def test_a_joiner_whose_questions_only_repeat_cannot_be_reached() -> None:
 
 
 def test_a_status_of_a_full_run_with_the_longest_texts_can_be_read() -> None:
-    desk, longest = running("a"), "\U0001f600" * msg.TEXT_CHARACTERS_MAX
+    desk = running("a")
+    longest = "\U0001f600" * msg.TEXT_CHARACTERS_MAX
     for number in range(msg.LEARNERS_MAX - 1):
         name = f"{'s' * 48}/{number:015d}"
         desk.hello(name)

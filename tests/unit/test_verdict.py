@@ -12,8 +12,8 @@ from narrows.proto import messages as msg
 QUORUM = msg.QuorumStatus(needed=1, at_start=1, here=3, ready=3, training=3)
 LEARNER = msg.LearnerStatus(state="training", steps_per_s=2.0, merged_s=1.0)
 WELL = msg.Status(
-    phase="running", uptime_s=600.0, run_tokens=5000, tokens_per_s=1234.0, period_s=8.0,
-    merges=300, quorum=QUORUM, last_merge=msg.MergeStatus(ago_s=1.0),
+    phase="running", uplink_port=7071, uptime_s=600.0, run_tokens=5000, tokens_per_s=1234.0,
+    period_s=8.0, merges=300, quorum=QUORUM, last_merge=msg.MergeStatus(ago_s=1.0),
     fragments=(msg.FragmentStatus(1000, 75, 1.0),) * 4,
     disk=msg.DiskStatus(free_bytes=10**9, commit_p50_ms=5.0, commit_p99_ms=20.0),
     learners={name: LEARNER for name in "abc"},
@@ -33,6 +33,9 @@ def part(name: str, **fields: Any) -> dict[str, Any]:
     """A part of the status with other fields."""
     return {name: structs.replace(getattr(WELL, name), **fields)}
 
+
+LATE = {"fragments": (*WELL.fragments[1:], msg.FragmentStatus(1000, 75, 13.0))}
+"""A fragment whose last version is more than a period old."""
 
 SECONDS = (29.0, 31.0)
 """Too short for evidence, and long enough."""
@@ -62,7 +65,7 @@ EVIDENCED: dict[str, tuple[Any, str, str, str]] = {
     ),
     "line up cut": (
         lambda s: learners(b={"no_data_s": s}),
-        "bad", "Nothing has come up from b for 31 s", "uplink port",
+        "bad", "Nothing has come up from b for 31 s", "uplink port 7071",
     ),
     "line down cut": (
         lambda s: learners(b={"no_version_s": s}, c={"no_version_s": s - 5.0}),
@@ -77,12 +80,12 @@ EVIDENCED: dict[str, tuple[Any, str, str, str]] = {
         "warning", "workers have not rested for 31 s, and 4,321 pieces of work", "faster cores",
     ),
     "budget up": (
-        lambda s: part("line", up_full_s=s),
-        "warning", "budget of the line up has been used up for 31 s", "Raise wan.up, wan.total_up",
+        lambda s: part("line", up_full_s=s, total_up_limit=1e6) | LATE,
+        "warning", "line up has been used up for 31 s, and versions", "Raise wan.total_up, or frag",
     ),
     "budget down": (
-        lambda s: part("line", down_full_s=s),
-        "warning", "budget of the line down has been used up for 31 s", "Raise wan.down",
+        lambda s: part("line", down_full_s=s, down_limit=1e6) | learners(b={"versions_behind": 2}),
+        "warning", "budget of the line down has been used up for 31 s", "Raise wan.down, or frag",
     ),
     "quorum": (
         lambda s: part("quorum", needed=4, short_s=s),
@@ -96,11 +99,15 @@ def test_a_cause_is_named_once_it_has_lasted(case: tuple[Any, str, str, str]) ->
     """Holds `verdict`."""
     fields, level, text, remedy = case
     early, late = (verdict(structs.replace(WELL, **fields(seconds))) for seconds in SECONDS)
-    assert early.level == "ok" and early.text.startswith("All is well")
+    assert early.level == "ok" and early.text.startswith(("All is well", "Nobody trains at the"))
     assert late.level == level and text in late.text and remedy in late.remedy
 
 
-REFUSED = msg.RefusalStatus("site-c", "layout_differs", "site-c: another model: w", 12.0, 3)
+REFUSED = msg.RefusalStatus(
+    "site-c", "layout_differs",
+    "site-c: layout_differs: another model (expected layout 1f, got layout 2e). start every learner"
+    " with one model", 12.0, 3,
+)  # fmt: skip
 
 
 def refused(**changed: Any) -> dict[str, Any]:
@@ -112,10 +119,15 @@ FACTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "well": ({}, "ok", "All is well: 3 learners train, 1,234 tokens a second"),
     "goal": ({"left_s": 7300.0}, "ok", "2 h to the goal"),
     "one": (part("quorum", training=1) | {"tokens_per_s": 0.0}, "ok", "well: 1 learner trains"),
+    "full, and not late": (part("line", up_full_s=99.0, down_full_s=99.0), "ok", "All is well"),
+    "late, and not full": (LATE, "ok", "All is well"),
     "stops": ({"stopping": "maintenance"}, "warning", "The broker stops: maintenance"),
     "slow disk": (
         part("disk", commit_p50_ms=2500.0),
         "warning", "a version takes 2.5 s to be written, and one is due every 2.0 s",
+    ),
+    "fast disk, faster run": (
+        part("disk", commit_p50_ms=20.0) | {"period_s": 0.04}, "ok", "All is well"
     ),
     "disk fills": (part("disk", free_bytes=40_000), "warning", "40kB left"),
     "hangs": (
@@ -129,7 +141,7 @@ FACTS: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "another model": (
         refused(),
-        "warning", "site-c was refused 12 s ago (layout_differs): site-c: another model",
+        "warning", "site-c was refused 3 times, last 12 s ago: another model",
     ),
     "it came in since": (refused(learner="a"), "ok", "All is well"),
     "one push": (refused(code="not_finite"), "ok", "All is well"),
@@ -180,6 +192,15 @@ def test_the_cause_comes_before_what_follows_from_it() -> None:
         fields |= make(31.0)
     assert "disk has taken nothing" in verdict(structs.replace(WELL, **fields)).text
     assert len({*RUNNING, *OTHERWISE}) == len(RUNNING) + 2, "each rule stands where it can speak"
+
+
+def test_a_refusal_is_told_in_the_words_of_its_error() -> None:
+    """Holds `verdict`: the error's own remedy, else that of its code."""
+    found = verdict(structs.replace(WELL, **refused()))
+    assert found.remedy == "Start every learner with one model"
+    found = verdict(structs.replace(WELL, **refused(text="site-c: the key of another", times=1)))
+    assert found.text == "site-c was refused 12 s ago: the key of another"
+    assert found.remedy.startswith("The run's model code")
 
 
 def test_an_empty_status_has_a_sentence() -> None:
