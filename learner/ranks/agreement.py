@@ -23,9 +23,10 @@ from narrows.learner.session import View
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 
 HEALTHS: Final = (
-    "joining", "connected", "waiting", "blocked", "offline", "refused", "final", "ended",
+    "joining", "connected", "waiting", "blocked", "offline", "ended", "refused", "final",
 )  # fmt: skip
-"""The words of `View.health`; a vector holds their places here."""
+"""The words of `View.health`; a vector holds their places here. Whoever breaks off has ended, if
+nothing behind that word befell it before."""
 
 RANKS_TOLD: Final = 8
 """An error names so many ranks of each place."""

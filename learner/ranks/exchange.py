@@ -23,6 +23,7 @@ from typing import Any, Final, TypeVar
 from narrows.learner.exchange import Exchange
 from narrows.learner.island import HostIsland
 from narrows.learner.ranks.agreement import (
+    HEALTHS,
     NO_ORDER,
     NOTHING_SAID,
     Act,
@@ -177,6 +178,7 @@ class RanksExchange:
         if self._coming is None:
             return
         self._coming = None
+        self._said = self._said._replace(health=max(self._said.health, HEALTHS.index("ended")))
         self._ranks.keep_for_ever()
         if self._ranks.apart:
             return

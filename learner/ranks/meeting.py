@@ -223,6 +223,8 @@ class Ranks:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise  # All ranks are here.
             others = ", ".join(str(rank) for rank in range(self.size) if rank != self.rank)
             raise LocalProtocolError(
                 ErrorCode.RANK_LOST,

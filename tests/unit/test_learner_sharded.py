@@ -60,6 +60,7 @@ def test_every_step_of_an_island_counts_its_tokens_and_its_loss() -> None:
         due=lambda: len(heard) % 3 == 1,
         join=lambda ramp_steps: None,
         boundary=lambda tokens, loss, exchanges=True: heard.append((tokens, loss, exchanges)),
+        abort=lambda: None,
     )
     ranks = Ranks(Parameters(whole_model()), counts=True)
     exchange = RanksExchange(ranks, lambda island: leader, lambda: None)
@@ -68,6 +69,8 @@ def test_every_step_of_an_island_counts_its_tokens_and_its_loss() -> None:
         exchange.boundary(8, loss)
     assert heard[:2] == [(0, None, False), (16, 1.5, True)]
     assert heard[2:] == [(0, None, False), (8, 3.0, False), (16, 6.0, True)]
+    exchange.abort()
+    assert exchange.view().health == "ended"
 
 
 def test_a_leader_that_is_interrupted_behind_its_order_waits_for_nobody() -> None:
@@ -80,6 +83,8 @@ def test_a_leader_that_is_interrupted_behind_its_order_waits_for_nobody() -> Non
     with pytest.raises(KeyboardInterrupt):
         RanksIsland(ranks, interrupted).adopt(ranks.fragment(0, 1), Prepared(None, 0.0))
     assert ranks.apart
+    with pytest.raises(torch.OutOfMemoryError), ranks.exchanging():
+        raise torch.OutOfMemoryError("CUDA out of memory: no rank is lost")
 
 
 def test_a_sum_that_is_not_made_yet_is_refused() -> None:
