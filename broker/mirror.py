@@ -65,7 +65,7 @@ a look, but not in each of them."""
 
 Table: TypeAlias = Literal["run", "lives", "snapshots", "rounds", "contributions", "merged"]
 Tables: TypeAlias = dict[Table, list[list[Any]]]
-"""Rows by the name of their table, in the order of its columns."""
+"""Rows by the name of their table, in the order of its columns in SCHEMA."""
 
 Unsent: TypeAlias = dict[str, Callable[[], bytes]]
 """Objects that the store has not, by their key, and what reads each."""
@@ -354,12 +354,25 @@ def _read(file: BinaryIO, start: int, end: int) -> bytes:
 def _rows(history: History, since: int, until: int) -> Tables:
     """The rows of some rounds, and the small tables."""
     some = "WHERE seq > :since AND seq <= :until"
+    columns = _columns()
     tables: Tables = {}
     for table in (*WHOLE, *BY_ROUND):
         condition = some if table in BY_ROUND else ""
         rows = history.query(f"SELECT * FROM {table} {condition}", since=since, until=until)
-        tables[table] = [list(row) for row in rows]
+        # A directory of an older schema lacks a column, or has it as the last one.
+        tables[table] = [list(map(dict(row).get, columns[table])) for row in rows]
     return tables
+
+
+def _columns() -> dict[Table, list[str]]:
+    """The columns of each table in SCHEMA, which are those of a database that is restored."""
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(SCHEMA)
+        tables = (*WHOLE, *BY_ROUND)
+        return {
+            each: [str(row[1]) for row in db.execute(f"PRAGMA table_info({each})")]
+            for each in tables
+        }
 
 
 def _read_latest(store: ObjectStore) -> tuple[bytes, PutMode]:

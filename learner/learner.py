@@ -281,9 +281,9 @@ class Learner:
         Tokens and steps are counts; `versions_behind` is that of the fragment that is furthest
         behind; bits per second are those on the line since the last call. `health` is 0 where all
         is well, 1 where the learner joins or waits, 2 for trouble: blocked, offline or refused. Of
-        several ranks the first has all figures, the others have those of the run.
+        several ranks rank 0 has all of them, the others those that all ranks agree on.
         """
-        figures: dict[str, float] = {
+        figures = {
             "run_tokens": self.run_tokens, "run_step": self.run_step, "progress": self.progress,
             "health": HEALTH_NUMBERS[self.health],
         }  # fmt: skip

@@ -476,7 +476,8 @@ class Session:
         """
         self.steps += 1
         self.tokens += tokens
-        self.loss = loss
+        if loss is not None:  # The newest one stays, where a step tells none.
+            self.loss = loss
         self._losses = self._losses.with_one(loss)
         self._step_times.stepped(now)
         if self.beat.phase is Phase.RUNNING:
@@ -491,10 +492,14 @@ class Session:
 
     @recorded
     def count(self, tokens: int) -> None:
-        """Tokens of the last step, which no boundary has counted, and no push has taken."""
+        """Tokens of the last step, which no boundary has counted, and no push has taken. Where the
+        step itself was overwritten meanwhile, they are lost."""
         self.tokens += tokens
         for part in self.parts:
-            part.tokens += tokens
+            if part.steps > 0:
+                part.tokens += tokens
+            else:
+                part.lost_tokens += tokens
 
     @recorded
     def exchange_without_step(self) -> None:
@@ -602,6 +607,8 @@ class Session:
         if self.ended:
             return
         for part in self.parts:
+            if self._disowned:  # A push that has failed is not made again, of other parameters.
+                part.drop_unpushed()
             if self._adopts(part):
                 keep = self._keep(part)
                 self._note_given_up(part, keep)

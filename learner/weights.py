@@ -98,7 +98,10 @@ class WeightWatch:
         """Whether something else than the optimizer and the exchange has changed the parameters
         since the last boundary. To swap others in and back is no change. It waits for the device.
         """
-        return self._after is not None and not torch.equal(self._after, self._sample())
+        if self._after is None:
+            return False
+        # A nan is equal to a nan here: the optimizer has made it.
+        return not torch.allclose(self._after, self._sample(), rtol=0.0, atol=0.0, equal_nan=True)
 
     def before_step(self) -> None:
         """Call before the optimizer's step: compares with the end of the last boundary."""

@@ -420,22 +420,30 @@ class Site(Learner):
                 raise Wrong(f"{self.name} is refused: {session.refused}")
             waits = session.must_wait(world.now) and self._meets
             if not session.joined or waits:
-                self._call(session.exchange_without_step)
+                self._exchange_without_step()
             elif session.stopping:
-                if self._late_tokens:
-                    session.count(self._late_tokens)
-                    self._late_tokens = 0
+                self._count_late()
                 self._call(lambda: session.leave(world.now))
-                self._call(session.exchange_without_step)
+                self._exchange_without_step()
             elif world.now < self.run.plan.ends:
                 before = standings(session)
                 if self._step(session):
                     self.run.checkers.stepped(self, before)
                 delay_s = self.trainee.step_s(world.now)
             else:
-                self._call(session.exchange_without_step)
+                self._exchange_without_step()
             self._after_event()
         world.after(delay_s, self._in_this_life(self._train))
+
+    def _exchange_without_step(self) -> None:
+        self._count_late()
+        self._call(self.host.session.exchange_without_step)
+
+    def _count_late(self) -> None:
+        """Ranks that meet tell first what no boundary has counted."""
+        if self._late_tokens:
+            self.host.session.count(self._late_tokens)
+            self._late_tokens = 0
 
     def _step(self, session: Session) -> bool:
         """Makes a step and its boundary. False: an exception came.

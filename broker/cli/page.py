@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import socket
-from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from narrows.broker.asking import Asker
 from narrows.broker.cli.status import find_broker
 from narrows.broker.store.history import History as BrokerHistory
-from narrows.proto.config import parse_address
+from narrows.proto.config import Address, parse_address
 from narrows.proto.errors import ConfigError
-
-if TYPE_CHECKING:
-    from narrows.broker.page.history import Point
 
 ANSWER_S = 2.0
 """A broker that has not answered for so long is shown as gone."""
@@ -60,39 +56,36 @@ def page(
     address, site, _ = find_broker(broker, key)
     asker = Asker(address, site)
     try:
-        serve(asker, place.host, place.port, state_dir)
+        serve(asker, place, state_dir, behind_proxy=behind_proxy)
     finally:
         asker.close()
 
 
-def loss_curves(state_dir: Path) -> dict[str, list[Point]]:
-    """(run tokens, loss) of each learner in the broker's database, since version 0."""
-    curves = defaultdict[str, list[Point]](list)
+def losses(state_dir: Path) -> Iterator[tuple[str, int, float]]:
+    """Learner, run tokens and loss of each push in the broker's database, since version 0."""
     with closing(BrokerHistory(state_dir)) as rounds:
         for point in rounds.curve():
             if point.loss is not None:
-                curves[point.learner].append((float(point.run_tokens), point.loss))
-    return curves
+                yield point.learner, point.run_tokens, point.loss
 
 
-def serve(asker: Asker, host: str, port: int, state_dir: Path | None) -> None:
+def serve(asker: Asker, place: Address, state_dir: Path | None, *, behind_proxy: bool) -> None:
     """Serves until the process is told to end."""
     import uvicorn
 
     from narrows.broker.page.history import History
     from narrows.broker.page.server import Watcher, application
 
-    if state_dir is not None:
-        loss_curves(state_dir)  # A folder that is none is told before a browser asks.
-
     def history() -> History:
-        return History(loss_curves(state_dir) if state_dir else {})
+        return History(losses(state_dir) if state_dir else ())
 
+    host = place.host
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     bound = "" if host == "*" else host.strip("[]")
-    listener = socket.create_server((bound, port), family=family)
+    listener = socket.create_server((bound, place.port), family=family)
     shown = f"http://{host}:{listener.getsockname()[1]}"
-    app = application(Watcher(lambda: asker.ask(ANSWER_S), history))
+    watcher = Watcher(lambda: asker.ask(ANSWER_S), history)
+    app = application(watcher, behind_proxy=behind_proxy)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
     print(f"the page is at {shown}; Ctrl-C ends it", flush=True)
     uvicorn.Server(config).run(sockets=[listener])

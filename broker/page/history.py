@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from statistics import quantiles
 from typing import Any, Final
 
 from narrows.broker.page.words import figures, learner_text, run_line
 from narrows.broker.verdict import Verdict, duration, named, verdict
+from narrows.proto.errors import BrokerUnreachable, NarrowsError
 from narrows.proto.messages import LearnerState, LearnerStatus, LineStatus, Status
 
 BIN_S: Final = 5.0
@@ -84,8 +87,9 @@ class Lane:
 class History:
     """All that viewers see of a run."""
 
-    def __init__(self, curves: Mapping[str, Iterable[Point]] = {}) -> None:
-        """`curves` are (run tokens, loss) of each learner from before the page began."""
+    def __init__(self, past: Iterable[tuple[str, int, float]] = ()) -> None:
+        """`past` are learner, run tokens and loss of each push that was merged before the page
+        began, in the order of the rounds."""
         self.status: Status | None = None
         self.verdict = Verdict("warning", "The broker has not been asked yet", "")
         self.is_answering = False
@@ -97,21 +101,22 @@ class History:
         self._changed: dict[str, dict[str, Any]] = {}
         self._rates = Line()
         self._band = Line()
+        """Of all learners; it is shown when they are more than CURVES_MAX."""
         self._curves: dict[str, Line] = {}
+        self._is_crowded = False
+        """More than CURVES_MAX learners have told a loss so far: the band takes their place."""
         self._notices: deque[tuple[float, str]] = deque(maxlen=NOTICES_MAX)
         self._fresh_notices: list[tuple[float, str]] = []
         self._published_elements = 0.0
         """Elements of publications since the first Status, once for each learner that was here."""
         self._down_bytes = 0
-        for name, points in curves.items():
-            line = self._curves.setdefault(name, Line())
-            for point in points:
-                line.add(*point)
+        for tokens, pushes in groupby(past, key=itemgetter(1)):
+            self._add_losses(tokens, {name: loss for name, _, loss in pushes})
 
     # What happens.
 
-    def failed(self, error: str, now: float) -> None:
-        """The broker did not answer."""
+    def failed(self, error: Exception, now: float) -> None:
+        """The broker did not answer, or not with what it was asked for."""
         self._begin_change()
         if self.is_answering:
             self._notice("the broker does not answer", now)
@@ -121,12 +126,19 @@ class History:
         if self.is_answering or not self._gone_at:
             self._gone_at = now
         self.is_answering = False
-        self.verdict = Verdict(
-            "bad",
-            f"The broker has not answered for {duration(now - self._gone_at)}",
-            f"{error}. Start it again with its state directory: learners train on meanwhile, and"
-            " this page goes on by itself.",
-        )
+        since = duration(now - self._gone_at)
+        text = f"This page has had no answer from the broker for {since}: {error}"
+        remedy = "It asks again and again"
+        if isinstance(error, BrokerUnreachable):
+            text = f"The broker has not answered for {since}"
+            remedy = (
+                f"{error.message}. Start it again with its state directory: learners train on"
+                " meanwhile, and this page goes on by itself."
+            )
+        elif isinstance(error, NarrowsError):
+            text = f"The broker does not answer this page: {error.message}"
+            remedy = error.remedy
+        self.verdict = Verdict("bad", text, remedy)
 
     def take(self, status: Status, now: float) -> None:
         """The broker's newest answer; `now` is in Unix seconds."""
@@ -173,6 +185,8 @@ class History:
             for _ in range(min(begun, BINS_MAX)):
                 # A bin that nobody has seen: the broker was away.
                 lane.begin_bin(lane.states[-1] if self.is_answering else "?")
+        # Viewers would draw an outage as the last state.
+        self.is_reshaped = before is not None and not self.is_answering
         for name in self._lanes.keys() - status.learners.keys():
             del self._lanes[name]
             self.is_reshaped = True
@@ -202,17 +216,20 @@ class History:
             for name, each in status.learners.items()
             if each.loss is not None and each.state == LearnerState.TRAINING
         }
-        if len(losses) > CURVES_MAX:
-            if self._curves:
-                self._curves.clear()
-                self.is_reshaped = True
-            tenths = quantiles(losses.values(), n=10, method="inclusive")
-            self._band.add(status.run_tokens, tenths[0], tenths[4], tenths[8])
-        elif not self._band.points:
-            for name, loss in losses.items():
-                if name in self._curves or len(self._curves) < CURVES_MAX:
-                    line = self._curves.setdefault(name, Line())
-                    line.add(status.run_tokens, loss)
+        if losses:
+            self._add_losses(status.run_tokens, losses)
+
+    def _add_losses(self, run_tokens: int, losses: Mapping[str, float]) -> None:
+        values = [*losses.values()] * (2 if len(losses) == 1 else 1)  # Of one are no quantiles.
+        tenths = quantiles(values, n=10, method="inclusive")
+        self._band.add(run_tokens, tenths[0], tenths[4], tenths[8])
+        if self._is_crowded:
+            return
+        for name, loss in losses.items():
+            self._curves.setdefault(name, Line()).add(run_tokens, loss)
+        if len(self._curves) > CURVES_MAX:
+            self._curves.clear()
+            self._is_crowded = self.is_reshaped = True
 
     def _notice(self, text: str, now: float) -> None:
         self._fresh_notices.append((now, text))
@@ -225,7 +242,7 @@ class History:
         return self._head() | {
             "bin_s": BIN_S,
             "rates": self._rates.points,
-            "band": self._band.points,
+            "band": self._band.points if self._is_crowded else [],
             "curves": {name: line.points for name, line in self._curves.items()},
             "notices": list(self._notices),
             "learners": {
@@ -242,7 +259,7 @@ class History:
         """For a viewer that has seen everything before the newest answer."""
         return self._head() | {
             "rates": self._rates.fresh,
-            "band": self._band.fresh,
+            "band": self._band.fresh if self._is_crowded else [],
             "curves": {name: line.fresh for name, line in self._curves.items() if line.fresh},
             "notices": self._fresh_notices,
             "learners": self._changed,

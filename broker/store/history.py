@@ -52,6 +52,9 @@ LOSS: Final = "loss"
 """Column of a contribution that a database of schema 1 has not. A loss counts in the digest of its
 row where there is one, so that older rows keep theirs."""
 
+CURVE_ROUNDS: Final = 256
+"""Rounds whose pushes are in the memory at once while a curve is read."""
+
 SNAPSHOTS: Final = "SELECT version FROM snapshots WHERE fragment = :index"
 """The versions of a fragment whose states are kept whole."""
 
@@ -178,28 +181,32 @@ class History:
         for row in self.query(f"SELECT seq FROM rounds WHERE {condition} ORDER BY seq", **named):
             yield self._round(row["seq"])
 
-    def curve(self, after: int = 0) -> Iterator[CurvePoint]:
-        """Every merged push with the facts of a chart, in the order of the rounds; `after`: those
-        of rounds that came after this one."""
+    def curve(self) -> Iterator[CurvePoint]:
+        """Every merged push with the facts of a chart, in the order of the rounds. A long history
+        is read in parts."""
         fragments = max(1, self.run.fragments)
-        rows = self.query(
-            "SELECT contributions.*, at, clock, version FROM contributions JOIN rounds USING (seq)"
-            " WHERE seq > :after ORDER BY seq, learner, incarnation",
-            after=after,
-        )
-        for row in rows:
-            facts = dict(row)
-            yield CurvePoint(
-                round=facts["seq"],
-                at_unix=facts["at"],
-                run_tokens=facts["clock"] // fragments,
-                fragment=facts["fragment"],
-                version=facts["version"],
-                learner=facts["learner"],
-                steps=facts["steps"],
-                tokens=facts["tokens"],
-                loss=facts.get(LOSS),
+        (newest,) = self.query("SELECT coalesce(max(seq), 0) AS seq FROM rounds")
+        for after in range(0, newest["seq"], CURVE_ROUNDS):
+            rows = self.query(
+                "SELECT contributions.*, at, clock, version FROM contributions"
+                " JOIN rounds USING (seq) WHERE seq > :after AND seq <= :until"
+                " ORDER BY seq, learner, incarnation",
+                after=after,
+                until=after + CURVE_ROUNDS,
             )
+            for row in rows:
+                facts = dict(row)
+                yield CurvePoint(
+                    round=facts["seq"],
+                    at_unix=facts["at"],
+                    run_tokens=facts["clock"] // fragments,
+                    fragment=facts["fragment"],
+                    version=facts["version"],
+                    learner=facts["learner"],
+                    steps=facts["steps"],
+                    tokens=facts["tokens"],
+                    loss=facts.get(LOSS),
+                )
 
     def _round(self, seq: int) -> RoundRow:
         """One round and its contributions, whose facts must have the digest that was written."""

@@ -169,6 +169,8 @@ class Syncer:
         heads = self.state.heads if self.state.is_open else [-1] * count
         # A learner ahead of us has not read its Welcome yet: it is about to go back.
         member.report(report, tuple(map(min, report.bases, heads)), tuple(heads), now)
+        if self.state.settings.mode is msg.Mode.DILOCO:
+            member.stepped_at = now  # In lockstep it makes no steps while it waits for the others.
 
     def _check_fetch(self, fetch: msg.Fetch) -> None:
         """Raises RemoteProtocolError for chunks that this run has not. Where the host no longer

@@ -60,14 +60,16 @@ class RanksIsland(HostIsland):
 
     def read(self, fragment: Fragment) -> F32:
         """Gathers the parameters (n,)."""
-        if self._ranks.provides(fragment):
-            self._tell(Act.READ, fragment, 0.0)
-        return self._ranks.gather(fragment)
+        with self._ranks.exchanging():  # From the order on: nobody can be told of an error.
+            if self._ranks.provides(fragment):
+                self._tell(Act.READ, fragment, 0.0)
+            return self._ranks.gather(fragment)
 
     def adopt(self, fragment: Fragment, prepared: Prepared) -> None:
         """Every rank moves what it holds."""
-        self._tell(Act.MOVE, fragment, prepared.keep)
-        self._ranks.scatter(fragment, prepared.out, prepared.keep)
+        with self._ranks.exchanging():
+            self._tell(Act.MOVE, fragment, prepared.keep)
+            self._ranks.scatter(fragment, prepared.out, prepared.keep)
 
 
 class RanksExchange:
@@ -124,8 +126,9 @@ class RanksExchange:
         self._steps += 1
         if late.due:
             said = self._meet(Doing.STEPPING, tokens, loss)
-            taken = int(late.tokens + said.tokens)
-            self._lead(lambda: self._leader.boundary(taken, said.loss))
+            # Of two steps, the one before and this one, unless ranks have met there, too.
+            both = Said(*map(sum, zip(late, said, strict=True)))
+            self._lead(lambda: self._leader.boundary(int(both.tokens), both.loss))
             self._coming = self._begin(Doing.STEPPING)
         else:
             if self._exchange is not None:
@@ -194,7 +197,7 @@ class RanksExchange:
         return {} if self._exchange is None else self._exchange.metadata()
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the incarnation at the leader; on every rank which one it is."""
+        """Counters of the incarnation at the leader; at the others their place alone."""
         own = {"rank": self._ranks.rank, "ranks": self._ranks.size}
         return own if self._exchange is None else own | self._exchange.stats()
 

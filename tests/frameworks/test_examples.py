@@ -43,7 +43,12 @@ def test_an_example_trains_with_another_and_saves_the_runs_model(
     broker = site.broker("run.learners_at_start=2", goal_tokens=goal_tokens)
     for name in names:
         site.environment[name] = {"HF_HUB_OFFLINE": "1"}
-    children = [site.shell(name, sys.executable, str(script), name) for name in names]
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
+    ways = [[], torchrun if example == "hf_trainer" else []]  # One site of two ranks.
+    children = [
+        site.shell(name, sys.executable, *way, str(script), name)
+        for name, way in zip(names, ways, strict=True)
+    ]
     for child in (*children, broker):
         child.ends(0)
     for child in children:

@@ -194,6 +194,7 @@ def learn(folder: Path, name: str, broker: str, island: Island, rank: int) -> No
         "steps": steps, "batches": batches, "digest": digest, "rates": rates,
         "counts": rank in counting(island),
         "health": learner.health, "stats": learner.stats(), "island": asdict(island),
+        "metrics": learner.metrics(),
     }  # fmt: skip
     (folder / f"{name}.{rank}.json").write_text(json.dumps(told))
     if island.kind != "solo":
@@ -208,5 +209,6 @@ def counting(island: Island) -> list[int]:
 
 
 if __name__ == "__main__":
-    _, its_folder, its_name, its_broker, its_kind, its_ranks = sys.argv
-    learn(Path(its_folder), its_name, its_broker, Island(its_kind, int(its_ranks)), 0)
+    _, its_folder, its_name, its_broker, its_island, its_rank = sys.argv
+    island_here = Island(**json.loads(its_island))
+    learn(Path(its_folder), its_name, its_broker, island_here, int(its_rank))

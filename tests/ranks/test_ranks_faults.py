@@ -1,17 +1,19 @@
 """Ranks that end, raise, hang, or see another loop than the others: over gloo, with a broker."""
 
+import json
 import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 
 import psutil
 import pytest
 from acceptance.kit import Site
+from ranks import gone, refused
 from ranks import island as islands
-from ranks import refused
 from ranks.interrupted import interrupted
-from ranks.island import Island
+from ranks.island import TOKENS, Island
 from ranks.kit import SOLO, left, start
 
 from narrows.bench.kit.processes import Child, wait_until
@@ -34,6 +36,21 @@ def test_all_ranks_end_when_the_loader_of_one_does(
         each.ends(0)
     ranks = left(site, "island", island.ranks)
     assert [(each["steps"], each["batches"]) for each in ranks] == 2 * [(steps, batches)]
+    assert ranks[0]["stats"]["logged_tokens"] == steps * island.accumulate * 2 * TOKENS
+
+
+def programs(site: Site, island: Island) -> list[Child]:
+    """Starts the ranks as programs, which end as Python does. (Forks of the tests' server end more
+    quickly.)"""
+    return [
+        site.shell(f"rank-{rank}", sys.executable, *arguments(site, island, rank))
+        for rank in range(island.ranks)
+    ]
+
+
+def arguments(site: Site, island: Island, rank: int) -> list[str]:
+    told = json.dumps(asdict(island))
+    return [islands.__file__, str(site.folder), "island", site.address, told, str(rank)]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -41,10 +58,12 @@ def test_all_ranks_end_when_the_loader_of_one_does(
 def test_a_rank_that_goes_alone_ends_all_and_each_names_both(
     site: Site, kind: str, what: str
 ) -> None:
-    """Holds `RanksExchange.abort`."""
+    """Holds `RanksExchange.abort`, `Ranks.keep_for_ever`."""
     site.broker()
-    fault = Island(kind, 2, leaves_at=25 * (what == "leaves"), raises_at=25 * (what == "raises"))
-    leader, other = start(site, "island", fault)
+    fault = Island(
+        kind, 2, leaves_at=25 * (what == "leaves"), raises_at=25 * (what == "raises")
+    )  # fmt: skip
+    leader, other = programs(site, fault)
     for each in (leader, other):
         each.ends(1)
         assert "rank 0 " in each.log and "rank 1 " in each.log, each.log
@@ -52,6 +71,16 @@ def test_a_rank_that_goes_alone_ends_all_and_each_names_both(
     if what == "raises":
         assert "this rank's data is gone" in other.log
         assert "The log of rank 1 says why" in leader.log
+
+
+def test_a_rank_ends_though_a_sum_is_on_its_way(site: Site) -> None:
+    """The other one waits for it in a collective of training's. Holds `Ranks.keep_for_ever`."""
+    site.wait_s = 60.0  # Two programs import torch.
+    given = [gone.__file__, f"file://{site.folder / 'meeting'}"]
+    ranks = [site.shell(f"rank-{rank}", sys.executable, *given, str(rank)) for rank in range(2)]
+    for each in reversed(ranks):
+        each.ends(1)
+    assert "this rank ends" in ranks[1].log
 
 
 def test_an_error_of_the_leader_is_raised_on_every_rank(site: Site) -> None:
@@ -89,13 +118,15 @@ def test_a_signal_in_the_middle_of_an_adoption_leaves_nothing_half_adopted(site:
 # Under torchrun.
 
 
-def torchrun(site: Site, name: str, kind: str, *, restarts: int) -> Child:
+def torchrun(site: Site, kind: str, *, restarts: int) -> Child:
     """Starts an island of two ranks as a user does."""
     # Else a second life may read the addresses of the first one: github.com/pytorch, issue 135712.
-    site.environment[name] = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    site.environment["island"] = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     command = f"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts {restarts}"
-    given = [islands.__file__, str(site.folder), name, site.address, kind, "2"]
-    return site.shell(name, sys.executable, *command.split(), "--monitor-interval", "0.2", *given)
+    given = arguments(site, Island(kind, 2), 0)
+    return site.shell(
+        "island", sys.executable, *command.split(), "--monitor-interval", "0.2", *given
+    )
 
 
 def ranks_of(child: Child) -> dict[int, psutil.Process]:
@@ -114,7 +145,7 @@ def test_an_island_comes_back_after_the_kill_of_a_rank(site: Site, rank: int) ->
     """The others train on meanwhile."""
     site.broker()
     solo = start(site, "solo", SOLO)
-    island = torchrun(site, "island", "fsdp", restarts=2)
+    island = torchrun(site, "fsdp", restarts=2)
 
     def lives(count: int) -> None:
         """So many lives of the island have joined, and a push of the last one is merged."""

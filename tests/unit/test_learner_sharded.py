@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Generator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +16,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Partial
 
 from narrows.learner.parameters import Parameters
+from narrows.learner.ranks.exchange import RanksExchange, RanksIsland
+from narrows.learner.ranks.meeting import Ranks
+from narrows.learner.session import View
 from narrows.proto.errors import LocalProtocolError
 from narrows.proto.layout import build_table
+from narrows.proto.ports import Prepared
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +50,36 @@ def test_one_rank_is_read_and_written_as_a_process_without_ranks() -> None:
             if written:
                 sharded.write(fragment, values[0] * 2)
                 plain.write(fragment, values[0] * 2)
+
+
+def test_every_step_of_an_island_counts_its_tokens_and_its_loss() -> None:
+    """They come one boundary late, or at once where ranks meet. Holds `RanksExchange.boundary`."""
+    heard: list[tuple[int, float | None, bool]] = []
+    leader: Any = SimpleNamespace(
+        view=lambda: View(False, 0.0, 0.0, 0, 0, 0, "connected"),
+        due=lambda: len(heard) % 3 == 1,
+        join=lambda ramp_steps: None,
+        boundary=lambda tokens, loss, exchanges=True: heard.append((tokens, loss, exchanges)),
+    )
+    ranks = Ranks(Parameters(whole_model()), counts=True)
+    exchange = RanksExchange(ranks, lambda island: leader, lambda: None)
+    exchange.join(0)
+    for loss in (1.0, 2.0, 3.0, 4.0, 8.0):
+        exchange.boundary(8, loss)
+    assert heard[:2] == [(0, None, False), (16, 1.5, True)]
+    assert heard[2:] == [(0, None, False), (8, 3.0, False), (16, 6.0, True)]
+
+
+def test_a_leader_that_is_interrupted_behind_its_order_waits_for_nobody() -> None:
+    """The others wait for what it was to send, and would never hear of the error."""
+    ranks = Ranks(Parameters(whole_model()), counts=True)
+
+    def interrupted(*order: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        RanksIsland(ranks, interrupted).adopt(ranks.fragment(0, 1), Prepared(None, 0.0))
+    assert ranks.apart
 
 
 def test_a_sum_that_is_not_made_yet_is_refused() -> None:

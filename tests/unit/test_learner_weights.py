@@ -131,6 +131,9 @@ def test_averaged_weights_that_are_left_in_are_noticed(caplog: pytest.LogCapture
     model.head.weight.data = torch.zeros(model.head.weight.shape)
     moved.step()
     assert len(caplog.records) == 1, "other memory is another value, too"
+    model.gain.data.fill_(torch.nan)
+    moved.step()
+    assert not moved.watch.changed(), "nobody but the optimizer has spoilt them"
 
 
 def test_buffers_that_change_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from test_store import Run, heads
 
 from narrows.broker import mirror as copies
 from narrows.broker.mirror import Manifest, Mirror, opened, pull
-from narrows.broker.store import History
+from narrows.broker.store import History, Store
 from narrows.proto.errors import ConfigError, ErrorCode, StateError
 
 
@@ -102,6 +102,23 @@ def test_a_copy_is_the_run_and_a_broker_goes_on_from_it(
     mirror.push()
     files = {path.name for path in run.folder.glob("packs/*")}
     assert {Path(name).name for name in latest(store).files if "pack" in name} <= files
+
+
+@pytest.mark.parametrize("starts_first", [True, False])
+def test_a_directory_of_an_older_schema_is_restored(
+    run: Run, starts_first: bool, tmp_path: Path
+) -> None:
+    run.rounds(3)
+    run.store.close()
+    with closing(sqlite3.connect(run.folder / "run.db")) as db:
+        db.executescript("ALTER TABLE contributions DROP COLUMN loss; PRAGMA user_version = 1")
+    if starts_first:  # It adds the column as the last one.
+        Store(run.folder, durable=False).close()
+    store = MemoryStore()
+    assert Mirror(run.folder, store).push() is not None
+    pull(store, tmp_path / "restored")
+    assert check_whole(tmp_path / "restored") == latest(store).seq
+    assert heads(tmp_path / "restored") == heads(run.folder)
 
 
 def heads_of(run: Run) -> list[tuple[int, str]]:

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from narrows.broker.page import history as module
 from narrows.broker.page.history import BIN_S, CURVES_MAX, POINTS_MAX, History, Line
 from narrows.broker.page.metrics import StatusCollector
-from narrows.broker.page.server import Watcher
-from narrows.proto.errors import BrokerUnreachable
+from narrows.broker.page.server import Watcher, application
+from narrows.proto.errors import BrokerUnreachable, ErrorCode, Refused
 from narrows.proto.messages import LearnerState, Status
 
 NOON = 1_000_000.0
@@ -75,8 +75,9 @@ def test_a_learner_that_dies_is_seen_in_its_lane_and_named() -> None:
 def test_a_broker_that_is_gone_is_told_since_when_and_what_to_do_until_it_is_back() -> None:
     run = MadeUpRun(2)
     history = fed(run, 10)
-    history.failed("tcp://x did not answer", NOON + 12)
-    history.failed("tcp://x did not answer", NOON + 20)
+    gone = BrokerUnreachable("tcp://x did not answer")
+    history.failed(gone, NOON + 12)
+    history.failed(gone, NOON + 20)
     sentence = history.change()["sentence"]
     assert sentence["level"] == "bad" and "for 8 s" in sentence["text"]
     assert "learners train on" in sentence["remedy"] and not history.is_answering
@@ -95,6 +96,20 @@ def test_many_learners_have_a_median_and_a_band_and_few_have_curves(count: int) 
     assert bool(shown["band"]) == (count > CURVES_MAX)
     assert bool(shown["curves"]) == (count <= CURVES_MAX)
     assert all(low <= mid <= high for _, low, mid, high in shown["band"])
+
+
+def test_names_that_come_and_go_end_no_chart_and_fill_no_memory() -> None:
+    """Holds `History` given more names than curves, and a run that has fewer again."""
+    past = [(f"job-{index}", index, 5.0) for index in range(500)]
+    history = fed(MadeUpRun(CURVES_MAX + 1), 5, History(past))
+    band = history.everything()["band"]
+    assert band[0] == (0, 5.0, 5.0, 5.0) and history.everything()["curves"] == {}
+    run = MadeUpRun(1)
+    for _ in range(50):
+        fed(run, 1, history)
+    newest = history.everything()["band"][-1]
+    assert newest[1:] == pytest.approx([run.learners["site-0000"].loss] * 3)
+    assert not history._curves
 
 
 def test_the_past_stays_within_bounds() -> None:
@@ -124,7 +139,7 @@ def test_a_storm_of_learners_is_one_notice() -> None:
 
 def test_curves_from_before_the_page_come_first() -> None:
     run = MadeUpRun(1)
-    history = fed(run, 5, History({"site-0000": [(1.0, 9.0), (2.0, 8.0)]}))
+    history = fed(run, 5, History([("site-0000", 1, 9.0), ("site-0000", 2, 8.0)]))
     points = history.everything()["curves"]["site-0000"]
     assert points[:2] == [(1.0, 9.0), (2.0, 8.0)] and len(points) == 7
 
@@ -168,6 +183,80 @@ def test_another_run_at_the_address_begins_another_page() -> None:
 
     assert kinds(watcher.events(), [once, once]) == ["all", "all"]
     assert list(watcher.history.everything()["learners"]) == ["site-0000"]
+
+
+def test_who_saw_an_outage_gets_the_lanes_anew() -> None:
+    """Holds `History.take`: viewers draw what they did not see as the last state."""
+    run = MadeUpRun(3)
+    history = fed(run, 10)
+    history.failed(BrokerUnreachable("nobody is there"), NOON + 12)
+    run.seconds = 60.0
+    shapes = [fed(run, 1, history).is_reshaped for _ in range(2)]
+    assert shapes == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "remedy"),
+    [
+        (
+            Refused(ErrorCode.KEY_REFUSED, "it does not admit the key of me", remedy="allow it"),
+            "The broker does not answer this page: it does not admit the key of me",
+            "allow it",
+        ),
+        (ValueError("no code"), "no answer from the broker for 0 s: no code", "asks again"),
+    ],
+)
+def test_no_error_leaves_an_old_sentence_or_blames_a_broker_that_runs(
+    error: Exception, text: str, remedy: str
+) -> None:
+    """Holds `Watcher.poll`."""
+    run = MadeUpRun(1)
+    answers: list[Callable[[], Status]] = [run.ask, lambda: raise_(error), run.ask]
+    watcher = Watcher(lambda: answers.pop(0)(), History)
+    found = []
+    for _ in range(3):
+        asyncio.run(watcher.poll())
+        found.append(watcher.history.verdict)
+    assert (found[0].level, found[1].level, found[2].level) == ("ok", "bad", "ok")
+    assert text in found[1].text and remedy in found[1].remedy
+
+
+def raise_(error: Exception) -> Status:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("host", "behind_proxy", "code"),
+    [
+        ("127.0.0.1:7080", False, 200), ("localhost", False, 200), ("[::1]:7080", False, 200),
+        ("evil.example:7080", False, 403), ("", False, 403), ("[", False, 403),
+        ("127.0.0.1.evil.example", False, 403), ("runs.example", True, 200),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/none"])
+def test_every_answer_is_guarded(path: str, host: str, behind_proxy: bool, code: int) -> None:
+    """Another site's name that leads to this machine reads nothing, and no answer lacks the
+    policy."""
+    watcher = Watcher(MadeUpRun(1).ask, History)
+    asyncio.run(watcher.poll())
+    app = application(watcher, behind_proxy=behind_proxy)
+    scope = {
+        "type": "http", "method": "GET", "path": path, "query_string": b"", "root_path": "",
+        "scheme": "http", "http_version": "1.1", "headers": [(b"host", host.encode())],
+    }  # fmt: skip
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == (404 if path == "/none" and code == 200 else code)
+    headers = dict(sent[0]["headers"])
+    assert b"default-src 'none'" in headers[b"content-security-policy"]
+    assert headers[b"x-content-type-options"] == b"nosniff"
 
 
 def test_metrics_of_a_broker_that_is_gone_are_only_that_it_is() -> None:

@@ -802,6 +802,15 @@ def test_nothing_is_kept_in_the_ramp_of_a_newcomer() -> None:
     assert not seat.noted(), "it is meant so"
 
 
+def test_late_tokens_of_a_step_that_was_given_up_are_lost_with_it() -> None:
+    seat = joined()
+    seat.step()
+    seat.session.broken_off("KeyboardInterrupt", decided=False)
+    seat.session.count(9)
+    seat.done()
+    assert seat.session.lost_tokens == seat.session.tokens == 17
+
+
 @pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.ENDING])
 def test_a_learner_that_leaves_with_foreign_weights_pushes_none_of_them(phase: Phase) -> None:
     """The push that is on its way was its own work, and its outcome is waited for."""
@@ -822,6 +831,16 @@ def test_a_learner_that_leaves_with_foreign_weights_pushes_none_of_them(phase: P
     seat.told(phase=Phase.ENDED)
     seat.rest()
     assert len(seat.take(Adopt)) == (0 if left else 2), "the final model is everybody's"
+
+
+def test_foreign_weights_do_not_travel_in_the_place_of_a_push_that_is_refused() -> None:
+    seat = waiting()
+    seat.session.disown()
+    seat.leave()
+    seat.refuse("bad_payload", 0, 1)
+    seat.rest()
+    assert not seat.take(Snapshot) and seat.session.ended
+    assert [part.lost_tokens for part in seat.session.parts] == [8, 8]
 
 
 def test_due_is_true_one_step_ahead_of_a_push_and_of_an_adoption_and_false_between_them() -> None:
@@ -916,7 +935,7 @@ def test_a_push_tells_the_mean_of_the_losses_since_the_snapshot_before_it() -> N
 
     assert pushed(4.0, None, 2.0) == 3.0, "a step that logged none does not count"
     assert pushed(math.nan, 1.5) == 1.5, "one number is no number, and hides no other"
-    assert pushed(None) is None
+    assert pushed(None) is None and seat.session.loss == 1.5
     assert seat.session.parts[1].losses_before.number == 0, "the other fragment has pushed none"
 
 

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer import pushes
-from narrows.broker.syncer.members import TOLD_AT_ONCE
+from narrows.broker.syncer.members import STALLED_S, TOLD_AT_ONCE
 from narrows.broker.syncer.state import Clock
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
@@ -184,6 +184,25 @@ def test_lockstep_launches_at_once_and_knows_no_pace() -> None:
         assert desk.status.fragments[0].stage == "collecting"
         desk.push("a", 0, version)
         assert desk.heads == [version]
+
+
+def test_in_lockstep_nobody_is_taken_for_stalled_while_a_push_is_on_a_slow_line() -> None:
+    config = configure(
+        run={"mode": msg.Mode.DILOCO},
+        fragments={"count": 1, "overlap_steps": 0},
+        merge={"quorum": 0, "weights": "equal"},
+    )
+    desk = Desk(config, recovered=resumed(heads=(5,), period_s=0.0))
+    for name in "ab":
+        desk.hello(name)
+    desk.pass_(20.0, "a", "b", steps_per_s=10.0, bases=(5,))
+    desk.push("a", 0, 1)
+    desk.announce("b", 0, 1)
+    for _ in range(2):
+        desk.pass_(STALLED_S, "a", "b", bases=(5,))
+    desk.send_chunks("b", 0, 1)
+    assert desk.merges() == [(0, ["a", "b"], "everybody")]
+    assert {each.state for each in desk.status.learners.values()} == {"training"}
 
 
 def test_what_the_quorum_took_and_a_merge_takes_is_hidden_no_more() -> None:

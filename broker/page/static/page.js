@@ -162,11 +162,16 @@ function keep(points, more) {
   return points.length > KEPT_POINTS ? points.filter((_, index) => index % 2 === 1) : points;
 }
 
+/** Entries by a learner's name, which may be one that every object has, such as "constructor". */
+function byName(entries) {
+  return Object.assign(Object.create(null), entries);
+}
+
 /** Everything that the server knows: at first, and when the run has another shape. */
 function takeAll(said) {
   Object.assign(seen, {
-    learners: said.learners, rates: said.rates, curves: said.curves, band: said.band,
-    notices: said.notices, bin: said.bin,
+    learners: byName(said.learners), rates: said.rates, curves: byName(said.curves),
+    band: said.band, notices: said.notices, bin: said.bin,
   });
   seen.names = Object.keys(seen.learners).sort();
   $("legend").replaceChildren(
@@ -185,7 +190,8 @@ function takeAll(said) {
 
 /** What is new since the last event. */
 function takeChange(said) {
-  for (; seen.bin < said.bin; seen.bin += 1) {
+  // The clock of the server may have leapt: older bins are not kept.
+  for (seen.bin = Math.max(seen.bin, said.bin - KEPT_BINS); seen.bin < said.bin; seen.bin += 1) {
     for (const learner of Object.values(seen.learners)) {
       learner.states = (learner.states + learner.states.at(-1)).slice(-KEPT_BINS);
       learner.merged = [...learner.merged, 0].slice(-KEPT_BINS);
