@@ -143,15 +143,16 @@ def test_a_picture_of_the_demo_is_taken_while_a_learner_is_dead(
             [sys.executable, "-m", "narrows", "demo", "--page", "--plain"],
             stdout=output, stderr=output, env={**os.environ, "BROWSER": "true"},
         )  # fmt: skip
-    wait_until(lambda: "http://" in log.read_text(), "the page's address", timeout_s=200)
-    address = log.read_text().partition("The page of this run is at ")[2].split()[0]
-    shown = Shown(browser, address, "wide", "light")
-    shown.page.set_default_timeout(400_000)
-    shown.page.wait_for_selector(".lane:nth-child(2) .silent, .lane:nth-child(2) .lost")
-    expect(shown.page.locator("#sentence")).to_contain_text("site-b has not been heard for 1")
-    shown.page.screenshot(path=picture, full_page=True)
-    demo.send_signal(signal.SIGTERM)
-    assert demo.wait(60) == 130
+    try:
+        wait_until(lambda: "http://" in log.read_text(), "the page's address", timeout_s=200)
+        address = log.read_text().partition("The page of this run is at ")[2].split()[0]
+        shown = Shown(browser, address, "wide", "light")
+        sentence = shown.page.get_by_text("site-b has not been heard for 1")
+        expect(sentence).to_be_visible(timeout=400_000)
+        shown.page.screenshot(path=picture, full_page=True)
+    finally:
+        demo.send_signal(signal.SIGTERM)
+        assert demo.wait(60) == 130
 
 
 def test_the_page_ends_by_a_signal_while_somebody_looks(site: Site, browser: Browser) -> None:
