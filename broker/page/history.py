@@ -101,7 +101,7 @@ class History:
         self._changed: dict[str, dict[str, Any]] = {}
         self._rates = Line()
         self._band = Line()
-        """Of all learners; it is shown when they are more than CURVES_MAX."""
+        """This is of all learners; it is shown when they are more than CURVES_MAX."""
         self._curves: dict[str, Line] = {}
         self._is_crowded = False
         """More than CURVES_MAX learners have told a loss so far: the band takes their place."""
