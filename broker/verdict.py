@@ -321,7 +321,7 @@ def _is_short(status: Status) -> Verdict | None:
     text = (
         f"The quorum of {quorum.needed} has not been reached for {duration(quorum.short_s)}: "
         f"{quorum.training} {_verb(range(quorum.training), 'learner trains', 'learners train')}, "
-        "and rounds are merged without more"
+        "and rounds are merged of these alone"
     )
     return Verdict("warning", text, "Start more learners, or lower merge.quorum")
 

@@ -22,7 +22,7 @@ def figures(
         (
             "learners training",
             f"{quorum.training} of {len(status.learners)}",
-            f"a round waits for {quorum.needed or 'all'} of them",
+            f"the quorum is {quorum.needed or 'everybody'}",
         ),
         ("last merge", *_last_merge(status)),
         ("work merged", _percent(merged, logged), "of the tokens trained on"),

@@ -4,24 +4,18 @@ A real broker and real learners; the page needs 30 s of evidence. A line is cut 
 carries nothing more in one direction of one port, as a firewall does that drops packets.
 """
 
-import itertools
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import pytest
-import torch
 from acceptance import toy
 from acceptance.kit import Site
 from acceptance.test_line import PUBLICATIONS, PUSHES, Direction, Proxy
 from page.test_browser import Shown
 from playwright.sync_api import Browser, expect
-
-from narrows.learner import Learner, Refused
 
 SETTLED_MS: Final = 90_000
 """30 s of evidence, and what a busy machine takes for the rest."""
@@ -88,41 +82,13 @@ def model_is_another(site: Site) -> None:
     """A supervisor starts it again and again."""
     site.broker(PERIOD)
     start(site, "site-a", "site-b")
-    site.fork("site-c", knock, site.folder, site.address)
-
-
-def knock(folder: Path, address: str) -> None:
-    while True:
-        try:
-            toy.learn(folder, "site-c", broker=address, width=64, step_s=STEP_S)
-        except SystemExit as ended:
-            assert ended.code == toy.EXIT_CODES[Refused], ended
-            threading.Event().wait(2.0)
+    options = {"broker": site.address, "width": 64}
+    site.fork("site-c", toy.insist, site.folder, "site-c", **options)
 
 
 def everybody_evaluates(site: Site) -> None:
     site.broker(PERIOD)
-    names = ("site-a", "site-b")
-    for name in names:
-        site.fork(name, evaluate, site.folder, name, site.address)
-    site.contribute(*names)
-
-
-def evaluate(folder: Path, name: str, address: str) -> None:
-    """Trains for some steps, and then evaluates for ever."""
-    model = toy.start_model(48)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    pace = threading.Event()
-    with Learner(model, optimizer, broker=address, name=name) as learner:
-        for step in learner.until_end(itertools.count()):
-            pace.wait(STEP_S)
-            model.weight.square().sum().backward()  # type: ignore[no-untyped-call]
-            learner.log(tokens=100, loss=1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            if step == 40:
-                with learner.pause("evaluating"):
-                    pace.wait()
+    start(site, "site-a", "site-b", pause_at=40)
 
 
 def quorum_is_out_of_reach(site: Site) -> None:
