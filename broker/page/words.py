@@ -22,7 +22,7 @@ def figures(
         (
             "learners training",
             f"{quorum.training} of {len(status.learners)}",
-            f"a round needs {quorum.needed}" if quorum.needed else "a round needs one",
+            f"the quorum is {quorum.needed or 'everybody'}",
         ),
         ("last merge", *_last_merge(status)),
         ("work merged", _percent(merged, logged), "of the tokens trained on"),

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def learn(
     step_s: float = 0.01,
     tokens: int = 100,
     key: str | None = None,
+    pause_at: int | None = None,
     **options: Any,
 ) -> None:
     """Trains to the end of the run; the exit codes are those of the command line.
@@ -52,7 +54,8 @@ def learn(
     The loss is the squared distance of a matrix from a target of its own. The target moves from
     step to step, so that every push says something. The folder gets NAME.steps (a byte for each,
     from the moment when it has joined), NAME.jsonl (events), NAME-first.safetensors after a step,
-    and NAME.safetensors at the end. options: of `Learner`.
+    and NAME.safetensors at the end. options: of `Learner`. Before step `pause_at` it pauses for
+    ever.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     torch.set_num_threads(1)
@@ -66,7 +69,10 @@ def learn(
     try:
         with Learner(model, optimizer, broker=broker, events=events, **options) as learner:
             steps_file = (folder / f"{name}.steps").open("wb", buffering=0)
-            for _ in learner.until_end(itertools.repeat(None)):
+            for step in learner.until_end(itertools.count()):
+                if step == pause_at:
+                    with learner.pause("evaluating"):
+                        pace.wait()
                 pace.wait(step_s)
                 goal = target + noise * torch.randn(width, width)
                 loss = ((model.weight - goal).square().sum() + model.bias.square().sum()) / 2
@@ -81,6 +87,14 @@ def learn(
     except NarrowsError as error:
         print(f"{name}: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_CODES.get(type(error), 1))
+
+
+def insist(folder: Path, name: str, **options: Any) -> None:
+    """Starts `learn` again whenever it has ended, as a supervisor does."""
+    while True:
+        with suppress(SystemExit):
+            learn(folder, name, **options)
+        threading.Event().wait(2.0)
 
 
 def steps(folder: Path, name: str) -> int:

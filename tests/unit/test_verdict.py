@@ -89,7 +89,8 @@ EVIDENCED: dict[str, tuple[Any, str, str, str]] = {
     ),
     "quorum": (
         lambda s: part("quorum", needed=4, short_s=s),
-        "warning", "quorum of 4 has not been reached for 31 s: 3 learners train", "merge.quorum",
+        "warning", "quorum of 4 has not been reached for 31 s: 3 learners train, and rounds are",
+        "merge.quorum",
     ),
 }  # fmt: skip
 
@@ -148,6 +149,10 @@ FACTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "silent": (
         learners(b={"state": "silent", "since_s": 1.0, "heard_s": 4.0}),
         "warning", "b has not been heard for 4 s; the other 3 train on",
+    ),
+    "silent, and a quorum lacks it": (
+        learners(b={"state": "silent", "since_s": 1.0, "heard_s": 4.0}) | part("quorum", needed=4),
+        "warning", "for 4 s; the other 3 train on, fewer than the quorum of 4",
     ),
     "lost": (
         learners(b={"state": "lost", "since_s": 31.0, "heard_s": 35.0}),

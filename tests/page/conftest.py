@@ -1,0 +1,3 @@
+"""The browser of the page's tests."""
+
+from page.test_browser import browser as browser
