@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from narrows.learner.exchange import Exchange
 from narrows.learner.gpu import TorchIsland
 from narrows.learner.link import Link
-from narrows.learner.loop import Loss, StepLog, bare_optimizers, ramp_steps
+from narrows.learner.loop import Loss, StepLog, bare_optimizers, once_a_step, ramp_steps
 from narrows.learner.parameters import Parameters, misuse
 from narrows.learner.ranks.exchange import RanksExchange
 from narrows.learner.ranks.meeting import Ranks, counts_tokens, is_one_of_several
@@ -125,9 +125,11 @@ class Learner:
             # Not sooner: between the constructor and here the optimizers' state may be loaded.
             self._exchange.join(ramp_steps(self._optimizers))
             if self._boundary == "step":
+                first = self._optimizers[0]
+                last = self._optimizers[-1]
                 self._hooks = [
-                    self._optimizers[0].register_step_pre_hook(lambda *_: self._before_step()),
-                    self._optimizers[-1].register_step_post_hook(lambda *_: self.step()),
+                    first.register_step_pre_hook(once_a_step(first, self._before_step)),
+                    last.register_step_post_hook(once_a_step(last, self.step)),
                 ]
         except BaseException:
             self._abort()

@@ -4,16 +4,21 @@ newcomer warms up."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from narrows.learner.parameters import misuse
 
 Loss: TypeAlias = float | Tensor
+
+STEP_FILE: Final = torch_optimizer.__file__
+"""Where torch wraps the steps of optimizers, to call hooks."""
 
 RAMP_STEPS: Final = 20
 """Measured: with empty Adam moments a full learning rate gains nothing in the first 20 steps. After
@@ -126,3 +131,30 @@ def ramp_steps(optimizers: Sequence[Optimizer]) -> int:
         if keeps_state and not optimizer.state:
             return RAMP_STEPS
     return 0
+
+
+def once_a_step(optimizer: Optimizer, hook: Callable[[], None]) -> Callable[..., None]:
+    """A hook of the optimizer's step that runs once for each step.
+
+    torch wraps the `step` of every class of which there has been an instance. An optimizer whose
+    own `step` calls that of its base class then runs its hooks twice, the inner ones too soon.
+    """
+    owners = [each for each in type(optimizer).__mro__ if "step" in vars(each)]
+    has_one = len(owners) <= 2  # Its own, and the abstract one of Optimizer.
+
+    def guarded(*_: object) -> None:
+        if has_one or _steps_under_way(optimizer) == 1:
+            hook()
+
+    return guarded
+
+
+def _steps_under_way(optimizer: Optimizer) -> int:
+    """Calls of torch's wrapper of `step` for this optimizer. They are read off the stack: a count
+    of our own would be wrong after a step that raises."""
+    count = 0
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]
+        is_wrapper = frame.f_code.co_name == "wrapper" and frame.f_code.co_filename == STEP_FILE
+        count += is_wrapper and frame.f_locals.get("self") is optimizer
+    return count

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from narrows.learner.learner import Learner
-from narrows.learner.loop import bare_optimizers
+from narrows.learner.loop import bare_optimizers, once_a_step
 
 Rate: TypeAlias = float | Tensor
 
@@ -45,8 +45,8 @@ class RunRate:
         self._own: list[Rate] = []
         """Rates to go back to; empty if they were not touched."""
         self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self._before_step()),
-            optimizer.register_step_post_hook(lambda *_: self._after_step()),
+            optimizer.register_step_pre_hook(once_a_step(optimizer, self._before_step)),
+            optimizer.register_step_post_hook(once_a_step(optimizer, self._after_step)),
         ]
 
     def remove(self) -> None:

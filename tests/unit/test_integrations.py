@@ -19,7 +19,9 @@ class Noting(torch.optim.SGD):
     """Notes the rates with which its steps are made."""
 
     def __init__(self, lr: float | Tensor) -> None:
-        super().__init__([torch.zeros(1, requires_grad=True)], lr=lr)
+        parameters = [torch.zeros(1, requires_grad=True)]
+        torch.optim.SGD(parameters)  # From now on torch runs the hooks of this class twice a step.
+        super().__init__(parameters, lr=lr)
         self.rates: list[float] = []
 
     def step(self, closure: Any = None) -> Any:

@@ -206,3 +206,30 @@ def test_a_life_of_the_example_goes_on_in_the_data_where_the_one_before_was_kill
     repeats = len(rows) - len(set(rows))
     assert repeats <= 2 * (saved_every - 1) * example["BATCH"], "without: two lives of three"
     assert DoomedLearner.began_warm == [False, True, True]
+
+
+class Twice(torch.optim.SGD):
+    """An optimizer whose step calls that of its base class, and may raise."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        if closure is not None:
+            closure()
+
+
+def test_a_hook_runs_once_a_step_though_torch_runs_it_for_each_class() -> None:
+    """Holds `once_a_step`; a step that raises does not disturb the next."""
+    parameters = [torch.zeros(1, requires_grad=True)]
+    torch.optim.SGD(parameters)
+    optimizer = Twice(parameters, lr=1.0)
+    calls: list[str] = []
+    bare: list[str] = []
+    optimizer.register_step_pre_hook(loop.once_a_step(optimizer, lambda: calls.append("before")))
+    optimizer.register_step_post_hook(loop.once_a_step(optimizer, lambda: calls.append("after")))
+    optimizer.register_step_post_hook(lambda *_: bare.append("after"))
+    optimizer.step()
+    assert bare == ["after", "after"], "torch has mended this: once_a_step can go"
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    optimizer.step()
+    assert calls == ["before", "after", "before", "before", "after"]
