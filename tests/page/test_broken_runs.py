@@ -70,7 +70,8 @@ def disk_is_slow(site: Site) -> None:
         "--listen", site.address, "--state-dir", str(site.state),
         "--events", str(site.folder / "broker.jsonl"), "--set", PERIOD,
     )  # fmt: skip
-    start(site, "site-a", "site-b")
+    for seed, name in enumerate(("site-a", "site-b")):
+        site.learner(name, seed=seed, step_s=STEP_S)
 
 
 def budget_is_too_small(site: Site) -> None:
