@@ -52,6 +52,10 @@ def test_averaged_weights_that_are_swapped_in_before_the_block_is_left_are_not_p
     assert learner.stats()["lost_tokens"] > 0 or goal
 
 
+COMPILES_S = 4 * WAIT_S
+"""Longest wait for the first compiled step: it loads the compiler."""
+
+
 class Life:
     """A learner that trains by optimizers of one kind, from the constructor to the final model."""
 
@@ -98,7 +102,7 @@ class Life:
                 else:
                     self.tokens += 8
                 if index == 0:
-                    all_have_stepped.wait(WAIT_S)
+                    all_have_stepped.wait(COMPILES_S)
                 STEP.wait(0.002)
 
     def _loss(self) -> Tensor:
@@ -112,6 +116,7 @@ class Life:
         return loss
 
 
+@pytest.mark.timeout(200)
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # The compiler's own.
 def test_optimizers_of_every_kind_train_one_model_with_exact_tokens(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
