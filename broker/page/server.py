@@ -50,7 +50,7 @@ HEADERS: Final = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-"""Of each answer."""
+"""Every answer has these."""
 
 _log: Final = logging.getLogger("narrows.page")
 
