@@ -179,7 +179,8 @@ def _begins(status: Status) -> Verdict | None:
             "warning", "Nobody is here yet", "Start a learner with this broker's address"
         )
     if here < needed:
-        text = f"The run begins with {needed} learners, and {here} of them are here"
+        verb = "is" if here == 1 else "are"
+        text = f"The run begins with {needed} learners, and {here} of them {verb} here"
         return Verdict("warning", text, "Start the others, or lower run.learners_at_start")
     return Verdict("ok", "The run begins: version 0 is on its way")
 
