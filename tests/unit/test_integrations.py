@@ -15,16 +15,16 @@ from narrows.learner import LocalProtocolError
 TOTAL = 100.0
 
 
-class Noting(torch.optim.SGD):
-    """Notes the rates with which its steps are made."""
+class Noting(torch.optim.Optimizer):
+    """Notes the rates with which its steps are made. Not an SGD: once a process has made a plain
+    SGD, torch runs the hooks of a step in its `step` as well, so they would run twice."""
 
     def __init__(self, lr: float | Tensor) -> None:
-        super().__init__([torch.zeros(1, requires_grad=True)], lr=lr)
+        super().__init__([torch.zeros(1, requires_grad=True)], {"lr": lr})
         self.rates: list[float] = []
 
     def step(self, closure: Any = None) -> Any:
         self.rates.append(float(self.param_groups[0]["lr"]))
-        return super().step(closure)
 
 
 def learner(**state: Any) -> Any:
