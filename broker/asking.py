@@ -99,7 +99,7 @@ class Asker:
             now = time.monotonic()
         raise trouble or BrokerUnreachable(
             f"{self._address} did not answer",
-            remedy="is the broker running, and is this its control port?",
+            remedy="is the broker running, and is this its control port? It ends with its run",
         )
 
     @staticmethod

@@ -186,7 +186,8 @@ def _begins(status: Status) -> Verdict | None:
             "warning", "Nobody is here yet", "Start a learner with this broker's address"
         )
     if here < needed:
-        text = f"The run begins with {needed} learners, and {here} of them are here"
+        verb = "is" if here == 1 else "are"
+        text = f"The run begins with {needed} learners, and {here} of them {verb} here"
         return Verdict("warning", text, "Start the others, or lower run.learners_at_start")
     return Verdict("ok", f"The run begins: {(*status.waiting_for, 'version 0 is on its way')[0]}")
 

@@ -3,7 +3,7 @@
 narrows broker --goal-tokens 4e5 --set run.learners_at_start=2 --state-dir runs/accelerate
 python examples/accelerate_loop.py site-a & python examples/accelerate_loop.py site-b
 
-It needs `pip install 'narrows[learner]' accelerate`. With a key in NARROWS_KEY the broker's address
+It needs `pip install '.[learner]' accelerate`. With a key in NARROWS_KEY the broker's address
 comes from the key's file.
 """
 

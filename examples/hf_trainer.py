@@ -3,7 +3,7 @@
 narrows broker --goal-tokens 4e5 --set run.learners_at_start=2 --state-dir runs/trainer
 python examples/hf_trainer.py site-a & python examples/hf_trainer.py site-b
 
-It needs `pip install 'narrows[transformers]'`. With a key in NARROWS_KEY the broker's address comes
+It needs `pip install '.[transformers]'`. With a key in NARROWS_KEY the broker's address comes
 from the key's file.
 """
 

@@ -3,7 +3,7 @@
 narrows broker --goal-tokens 4e5 --set run.learners_at_start=2 --state-dir runs/lightning
 python examples/lightning_fit.py site-a & python examples/lightning_fit.py site-b
 
-It needs `pip install 'narrows[lightning]'`. With a key in NARROWS_KEY the broker's address comes
+It needs `pip install '.[lightning]'`. With a key in NARROWS_KEY the broker's address comes
 from the key's file.
 """
 

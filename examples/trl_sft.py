@@ -3,7 +3,7 @@
 narrows broker --goal-tokens 2e5 --set run.learners_at_start=2 --state-dir runs/sft
 python examples/trl_sft.py site-a & python examples/trl_sft.py site-b
 
-It needs `pip install 'narrows[transformers]' datasets peft trl`. With a key in NARROWS_KEY the
+It needs `pip install '.[transformers]' datasets peft trl`. With a key in NARROWS_KEY the
 broker's address comes from the key's file.
 """
 

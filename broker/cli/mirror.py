@@ -23,7 +23,7 @@ except ModuleNotFoundError as error:
         "a part of Narrows is not installed",
         expected="the package obstore",
         got="none",
-        remedy="pip install 'narrows[mirror]'",
+        remedy="pip install '.[mirror]' in the checkout, or 'narrows[mirror]'",
     ) from error
 
 Url: TypeAlias = Annotated[

@@ -34,8 +34,9 @@ if TYPE_CHECKING:  # It takes a tenth of a second to load, and JSON does without
     from rich.table import Table
 
 LEGEND: Final = (
-    "merged: tokens in the model/that it has trained on; pushed: time since a push was merged;\n"
-    "up, down: bit/s of its data; behind: versions that it has not adopted yet"
+    "merged: tokens in the model/that it has trained on, both since its process began;\n"
+    "pushed: time since a push was merged; up, down: bit/s of its data;\n"
+    "behind: versions that it has not adopted yet"
 )
 
 PAUSE_S_MIN: Final = 0.1

@@ -42,7 +42,8 @@ class Alarm:
                 lines.append(
                     f"push {push.push_id} of {push.learner}, fragment {version.state.fragment}: "
                     f"norm {norm:.3g} in {push.steps} steps is {length / mean:.0f} times that "
-                    "learner's mean. It was merged as it came: look at its loss and its data"
+                    "learner's mean. It was merged as it came: look at its loss and its data; a "
+                    "start without its optimizer's state does this, too"
                 )
                 # Limited like this it cannot hide the next long push, yet the mean still moves to
                 # a new level that lasts.

@@ -132,8 +132,8 @@ class History:
         if isinstance(error, BrokerUnreachable):
             text = f"The broker has not answered for {since}"
             remedy = (
-                f"{error.message}. Start it again with its state directory: learners train on"
-                " meanwhile, and this page goes on by itself."
+                f"{error.message}. It ends with its run. If the run goes on, start it again"
+                " with its state directory: learners train on, and this page goes on by itself."
             )
         elif isinstance(error, NarrowsError):
             text = f"The broker does not answer this page: {error.message}"

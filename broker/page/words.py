@@ -103,7 +103,10 @@ def _last_merge(status: Status) -> tuple[str, str]:
     if merge is None:
         return "none yet", "since the broker started"
     pushes = status.contributions / max(1, status.merges)
-    return f"{merge.ago_s:.1f} s ago", f"of {len(merge.contributors)}; {pushes:.2f} in the mean"
+    return (
+        f"{merge.ago_s:.1f} s ago",
+        f"learners in it: {len(merge.contributors)}; mean {pushes:.2f}",
+    )
 
 
 def _percent(part: float, whole: float) -> str:
