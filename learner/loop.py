@@ -142,11 +142,12 @@ def once_a_step(optimizer: Optimizer, hook: Callable[[], None]) -> Callable[...,
     owners = [each for each in type(optimizer).__mro__ if "step" in vars(each)]
     has_one = len(owners) <= 2  # Its own, and the abstract one of Optimizer.
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def guarded(*_: object) -> None:
         if has_one or _steps_under_way(optimizer) == 1:
             hook()
 
-    return guarded
+    return guarded  # type: ignore[no-any-return]
 
 
 def _steps_under_way(optimizer: Optimizer) -> int:

@@ -2,8 +2,9 @@
 
 import itertools
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
+from threading import BrokenBarrierError
 from typing import Any
 
 import pytest
@@ -126,7 +127,14 @@ def test_optimizers_of_every_kind_train_one_model_with_exact_tokens(
     settings = {"run__learners_at_start": count, "run__goal_tokens": 3200}
     with broker(tmp_path, **settings) as run, ThreadPoolExecutor(count) as pool:
         lives = [Life(kind, run.address) for kind in Life.KINDS]
-        list(pool.map(Life.train, lives, [threading.Barrier(count)] * count))
+        barrier = threading.Barrier(count)
+        ends = [pool.submit(life.train, barrier) for life in lives]
+        wait(ends, return_when=FIRST_EXCEPTION)
+        barrier.abort()  # Where one has failed, the others wait in vain.
+        errors = [each.exception() for each in ends]
+        assert [each for each in errors if not isinstance(each, BrokenBarrierError)] == [
+            None
+        ] * count
         run.join()
     final = lives[0].model.state_dict()
     for life, kind in zip(lives, Life.KINDS, strict=True):
