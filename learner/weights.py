@@ -26,8 +26,10 @@ SAMPLED_ELEMENTS: Final = 16
 CLEARLY: Final = 4.0
 """A distance is clearly larger than another one if it is more than so many times as large."""
 
-UNDONE_RUNNING: Final = 2
-"""Adoptions undone one after the other before it is called a fault."""
+UNDONE_RUNNING: Final = 5
+"""Adoptions undone one after the other before it is called a fault. An optimizer with master
+weights undoes each; an honest one undoes some by chance while the learning rate rises, because the
+step that was measured is then shorter than those of now."""
 
 KEPT_ENOUGH: Final = 8
 """Adoptions seen to last after which an optimizer is trusted: to compare waits for the device."""
@@ -160,7 +162,7 @@ class WeightWatch:
                       now <------------------- step -------------'
 
         An honest step may lead back by chance, if the adoption was about one step long. So only
-        adoptions that are clearly longer than a step are judged, and two undone ones running raise.
+        adoptions that are clearly longer than a step are judged, and UNDONE_RUNNING ones raise.
         """
         assert self._step is not None
         moved = after != before
@@ -176,8 +178,9 @@ class WeightWatch:
                 self._kept += 1
         if self._undone >= UNDONE_RUNNING:
             raise misuse(
-                "the optimizer's step took back what was adopted, twice running: it seems to keep"
-                " master weights of its own and to copy them over the model's parameters",
+                f"the optimizer's step took back what was adopted, {UNDONE_RUNNING} times running:"
+                " it seems to keep master weights of its own and to copy them over the model's"
+                " parameters",
                 expected="steps that start from the values of the model's parameters",
                 remedy="Use an optimizer that updates the model's parameters themselves, for"
                 " instance on a float32 model under torch.autocast.",

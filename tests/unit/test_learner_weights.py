@@ -93,6 +93,24 @@ def test_a_step_that_leads_back_by_chance_is_not_blamed(kind: Any) -> None:
     assert watched.watch._kept == 0, "none of these adoptions is long enough to be judged"
 
 
+def test_a_rate_that_rises_makes_coincidences_that_are_not_blamed() -> None:
+    """The step that was measured at first is a hundredth of those that lead back by chance."""
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    watched = Watched(model, optimizer)
+    watched.step()
+    watched.step(lambda tensor: tensor)
+    optimizer.param_groups[0]["lr"] = 1e-2
+    for step in range(14):
+        past = iter([tensor.detach().clone() for tensor in model.parameters()])
+
+        def moved(tensor: Tensor, past: Iterator[Tensor] = past, step: int = step) -> Tensor:
+            return tensor + 0.1 if step % 5 == 4 else next(past)
+
+        watched.step(moved)
+    assert watched.watch._undone >= 2, "some of these adoptions were undone, one after the other"
+
+
 def test_the_elements_that_are_watched_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each one costs a few kernels on a GPU, and time of the training loop everywhere."""
     watched = Watched(small())
