@@ -251,7 +251,7 @@ def test_a_trainer_of_trl_takes_part(tmp_path: Path, adapted: bool) -> None:
         train_dataset=datasets.Dataset.from_list([{"text": text} for text in texts]),
         peft_config=lora if adapted else None,
     )  # fmt: skip
-    with lab.run(tmp_path, lab.adapted_llama if adapted else lab.llama, 20e3) as run:
+    with lab.run(tmp_path, lab.adapted_llama if adapted else lab.llama, 60e3) as run:
         with joined(training, broker=run.address, name="ours") as member:
             training.train()
         run.check(member.learner, training.state.num_input_tokens_seen)
