@@ -7,6 +7,7 @@ loads it, both need them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Final
 
 TWO: Final = "1:1"
@@ -26,6 +27,10 @@ UNEQUAL_BATCHES: Final = 2400
 """Batches of all learners together, in each of these cells."""
 
 
+SEARCH_FIRST_SEED: Final = 101
+"""Cells that choose a setting have seeds from here on, and none that is reported."""
+
+
 @dataclass(frozen=True)
 class QualityCell:
     """A setting, run once for each seed."""
@@ -40,6 +45,16 @@ class QualityCell:
     """Steps of all learners together, each of a batch from everybody: what data parallel makes."""
     seeds: int = 6
     preset: str = "nano"
+    peak: float = 1.0
+    """Peak learning rate, in units of the preset's."""
+    beta1: float = 0.9
+    """Adam's decay of the first moment."""
+    first_seed: int = 1
+    """Seeds that choose a setting are not those that judge it."""
+
+    @property
+    def seed_numbers(self) -> range:
+        return range(self.first_seed, self.first_seed + self.seeds)
 
     @property
     def learners(self) -> int:
@@ -56,6 +71,17 @@ def equal_cells(seeds: int) -> list[QualityCell]:
     ]
     cells += [QualityCell(FOUR, keep, steps=3000, seeds=seeds) for keep in (0.5, 0.7)]
     return [*cells, QualityCell(FOUR, dead="one", seeds=seeds)]
+
+
+def searched_cells(seeds: int) -> list[QualityCell]:
+    """The search of data parallel's own settings: beta1 by peak, at two lengths."""
+    settings = product((1000, 3000), (0.8, 0.9, 0.95), (0.75, 1.0, 1.5))
+    return [
+        QualityCell(
+            FOUR, steps=steps, seeds=seeds, peak=peak, beta1=beta1, first_seed=SEARCH_FIRST_SEED
+        )
+        for steps, beta1, peak in settings
+    ]
 
 
 def unequal_cells(seeds: int) -> list[QualityCell]:

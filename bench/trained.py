@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -33,8 +33,22 @@ WINDOWS: Final = 1024
 """Windows of validation text."""
 
 
-def train(cell: QualityCell, seed: int) -> tuple[float, float]:
-    """Validation loss of a run's final model, and learners per merge."""
+MARKS: Final = (0.1, 0.25, 0.5, 1.0)
+"""Shares of a run after which its loss is measured: a late start is told from a worse end."""
+
+
+class Trained(NamedTuple):
+    """One run of a cell."""
+
+    losses: list[float]
+    """Validation losses at MARKS; the last is that of the final model."""
+    contributors: float
+    """Learners per merge."""
+
+
+def train(cell: QualityCell, seed: int) -> Trained:
+    """Trains the learners of a cell. Losses before the end are those of the first learner's
+    parameters, which lead its published copies by what it has not pushed yet."""
     torch.set_num_threads(1)
     preset = PRESETS[cell.preset]
     speeds = [float(each) for each in cell.speeds.split(":")]
@@ -46,7 +60,8 @@ def train(cell: QualityCell, seed: int) -> tuple[float, float]:
         "fragments.keep": cell.keep,
     }
     steps_s = [STEP_S * max(speeds) / speed for speed in speeds]
-    plan = Plan(seed, settings, steps_s, partial(Student, cell))
+    marks: list[float] = []
+    plan = Plan(seed, settings, steps_s, partial(Student, cell, marks))
     plan.ends = 20 * STEP_S * cell.steps
     for index in range({"nobody": 0, "one": 1, "each": cell.learners}[cell.dead]):
         begins_s = AWAY_PERIOD_S * (index + 0.5) / cell.learners
@@ -59,37 +74,47 @@ def train(cell: QualityCell, seed: int) -> tuple[float, float]:
     # At the end of a run all learners that are alive hold the same model.
     student = next(site.trainee for site in run.sites if site.host.session.final)
     assert isinstance(student, Student)
-    return student.model.validation_loss(windows(cell)), contributors
+    return Trained([*marks, student.model.validation_loss(windows(cell))], contributors)
 
 
-def train_data_parallel(cell: QualityCell, seed: int) -> float:
-    """Validation loss at equal tokens: each step learns from one batch of every learner."""
+def train_data_parallel(cell: QualityCell, seed: int) -> list[float]:
+    """Validation losses at MARKS, at equal tokens: each step learns from one batch of every
+    learner."""
     torch.set_num_threads(1)
     preset = PRESETS[cell.preset]
     model = GPT(preset, seed=seed)
-    optimizer = make_optimizer(model, preset.peak_learning_rate)
+    peak = cell.peak * preset.peak_learning_rate
+    optimizer = make_optimizer(model, peak, cell.beta1)
     readers = [
         text().tokens(batch=preset.batch, context=preset.context, order=f"{seed}:learner-{index}")
         for index in range(cell.learners)
     ]
+    losses: list[float] = []
     for step in range(cell.steps):
-        rate = learning_rate(step / cell.steps, step, preset.peak_learning_rate)
+        progress = step / cell.steps
+        if progress >= MARKS[len(losses)]:
+            losses.append(model.validation_loss(windows(cell)))
+        rate = learning_rate(progress, step, peak)
         # One batch of each learner, which together are the batch of this step.
         batches = zip(*(next(reader) for reader in readers), strict=True)
         x, y = (np.concatenate(parts) for parts in batches)
         optimize(model, optimizer, rate, x, y)
-    return model.validation_loss(windows(cell))
+    return [*losses, model.validation_loss(windows(cell))]
 
 
 class Student:
     """One life of a learner, with the reference worker's model, text and schedule."""
 
-    def __init__(self, cell: QualityCell, site: Site) -> None:
+    def __init__(self, cell: QualityCell, marks: list[float], site: Site) -> None:
+        """The first learner adds the losses at MARKS to `marks`, through all its lives."""
         self._site = site
+        self._cell = cell
+        self._marks = marks
         self.preset = PRESETS[cell.preset]
         seed = site.run.plan.seed
         self.model = GPT(self.preset, seed=seed)
-        self.optimizer = make_optimizer(self.model, self.preset.peak_learning_rate)
+        self._peak = cell.peak * self.preset.peak_learning_rate
+        self.optimizer = make_optimizer(self.model, self._peak, cell.beta1)
         self.source = Parameters(self.model)
         self.layout = self.source.layout
         self._order = f"{seed}:learner-{site.index}"
@@ -116,7 +141,9 @@ class Student:
         self._steps += 1
 
         progress = run_tokens / settings.goal_tokens
-        rate = learning_rate(progress, run_step, self.preset.peak_learning_rate)
+        if self._site.index == 0 and MARKS[len(self._marks)] <= min(progress, MARKS[-2]):
+            self._marks.append(self.model.validation_loss(windows(self._cell)))
+        rate = learning_rate(progress, run_step, self._peak)
         rate *= min(1.0, self._steps / max(1, session.ramp_steps))
         x, y = next(self._batches)
         optimize(self.model, self.optimizer, rate, x, y)

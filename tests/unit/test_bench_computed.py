@@ -1,5 +1,7 @@
 """The benches that need no processes: codec, goodput, quality with its loop `trained`."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -80,8 +82,12 @@ def test_a_seed_decides_the_loss_of_a_run(monkeypatch: pytest.MonkeyPatch) -> No
     """Holds `trained.train`."""
     monkeypatch.setattr(trained, "AWAY_PERIOD_S", 30.0)
     cell = QualityCell("1:1", dead="each", steps=40)
-    loss, contributors = trained.train(cell, 1)
-    assert 1.0 < loss < 5.6 and 1.0 <= contributors < 2.0
-    assert trained.train(cell, 1) == (loss, contributors)
-    assert trained.train(QualityCell("1:1", keep=0.7, steps=40), 1)[1] > contributors
-    assert 1.0 < trained.train_data_parallel(cell, 1) < 5.6
+    losses, contributors = trained.train(cell, 1)
+    assert len(losses) == len(trained.MARKS) and 1.0 <= contributors < 2.0
+    assert 1.0 < losses[-1] < losses[0] < 5.6
+    assert trained.train(cell, 1) == (losses, contributors)
+    assert trained.train(QualityCell("1:1", keep=0.7, steps=40), 1).contributors > contributors
+    rival = trained.train_data_parallel(cell, 1)
+    assert len(rival) == len(trained.MARKS) and 1.0 < rival[-1] < rival[0] < 5.6
+    assert trained.train_data_parallel(replace(cell, beta1=0.5), 1) != rival
+    assert trained.train_data_parallel(replace(cell, peak=0.5), 1) != rival
