@@ -33,8 +33,11 @@ REPORT_FIRST_SEED: Final = 201
 
 SEARCHED_BETA1: Final = (0.8, 0.9, 0.95)
 SEARCHED_PEAKS: Final = (0.75, 1.0, 1.5)
-BEST_BETA1: Final = {1000: 0.8, 3000: 0.9}
-"""Data parallel's best beta1, by steps, as the search found it; its best peak was the preset's."""
+LENGTHS: Final = (1000, 3000)
+"""Steps of the runs that were searched."""
+RIVAL_BETA1: Final = 0.8
+"""Data parallel's best beta1 at both lengths, as the search found it. Its best peak was the
+preset's."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,13 @@ class QualityCell:
 
 
 def rival(cell: QualityCell) -> QualityCell:
-    """Data parallel beside a cell, with the best settings of its search at the nearest length."""
-    searched = min(BEST_BETA1, key=lambda steps: abs(steps - cell.steps))
+    """Data parallel beside a cell, with the best settings of its search."""
     return QualityCell(
         ":".join("1" * cell.learners),
         steps=cell.steps,
         seeds=cell.seeds,
         preset=cell.preset,
-        beta1=BEST_BETA1[searched],
+        beta1=RIVAL_BETA1,
         beta2=cell.beta2,
         first_seed=cell.first_seed,
     )
@@ -87,7 +89,7 @@ def rival(cell: QualityCell) -> QualityCell:
 
 def searched_cells(seeds: int) -> list[QualityCell]:
     """The search of data parallel's own settings, at two lengths."""
-    settings = product(BEST_BETA1, SEARCHED_BETA1, SEARCHED_PEAKS)
+    settings = product(LENGTHS, SEARCHED_BETA1, SEARCHED_PEAKS)
     return [
         QualityCell(
             FOUR, steps=steps, seeds=seeds, peak=peak, beta1=beta1, first_seed=SEARCH_FIRST_SEED
@@ -99,7 +101,7 @@ def searched_cells(seeds: int) -> list[QualityCell]:
 def site_cells(seeds: int) -> list[QualityCell]:
     """Two, four and eight equal sites, at two lengths; with the hand-over, and without."""
     cells = []
-    for steps, speeds in product(BEST_BETA1, (TWO, FOUR, EIGHT)):
+    for steps, speeds in product(LENGTHS, (TWO, FOUR, EIGHT)):
         plain = QualityCell(speeds, steps=steps, seeds=seeds)
         cells += [plain, replace(plain, handover=0.5, peak=1.25)]
     return cells
