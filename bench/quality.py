@@ -102,7 +102,9 @@ def measure(pool: Executor, cell: QualityCell) -> Row:
 
     jobs = [pool.submit(train, cell, seed) for seed in cell.seed_numbers]
     # Data parallel knows neither speeds nor deaths: cells that differ in these share a reference.
-    equals = replace(cell, speeds=":".join("1" * cell.learners), keep=0.5, dead="nobody")
+    equals = replace(
+        cell, speeds=":".join("1" * cell.learners), keep=0.5, dead="nobody", handover=0.0
+    )
     references = data_parallel(pool, equals)
     runs = [each.result() for each in jobs]
     return {

@@ -49,6 +49,8 @@ class QualityCell:
     """Peak learning rate, in units of the preset's."""
     beta1: float = 0.9
     """Adam's decay of the first moment."""
+    handover: float = 0.0
+    """Share of the first moments that an adoption replaces by the published movement."""
     first_seed: int = 1
     """Seeds that choose a setting are not those that judge it."""
 
