@@ -17,6 +17,7 @@ from narrows.bench.quality_cells import QualityCell
 from narrows.bench.reference.gpt import GPT, PRESETS, learning_rate, make_optimizer
 from narrows.bench.reference.text import Text, Tokens, load_text
 from narrows.bench.sim.run import Plan, Simulation, Site
+from narrows.learner.handover import AdamMoments
 from narrows.learner.loop import ramp_steps
 from narrows.learner.parameters import Parameters
 from narrows.learner.session import Session
@@ -58,6 +59,7 @@ def train(cell: QualityCell, seed: int) -> Trained:
         "run.goal_tokens": cell.steps * step_tokens,
         "run.tokens_per_run_step": step_tokens,
         "fragments.keep": cell.keep,
+        "fragments.handover": cell.handover,
     }
     steps_s = [STEP_S * max(speeds) / speed for speed in speeds]
     marks: list[float] = []
@@ -127,6 +129,7 @@ class Student:
         self.optimizer = make_optimizer(self.model, self._peak, (cell.beta1, cell.beta2))
         self.source = Parameters(self.model)
         self.layout = self.source.layout
+        self.moments = AdamMoments(self.source, [self.optimizer])
         self._order = f"{seed}:learner-{site.index}"
         self._steps = 0
 

@@ -64,11 +64,22 @@ class ParameterSource(Protocol):
         """The parameter's own precision."""
 
 
-class HostIsland:
-    """Parameters that are exchanged in host memory, wherever they are: the port Island."""
+class Moments(Protocol):
+    """The moments of the optimizer over these parameters."""
 
-    def __init__(self, source: ParameterSource) -> None:
+    def hand_over(self, fragment: Fragment, movement: Any, share: float) -> None:
+        """Replaces a share of the first moments by a movement, as `Prepared` has it."""
+
+
+class HostIsland:
+    """Parameters that are exchanged in host memory, wherever they are: the port Island.
+
+    Without `moments` those of the optimizer stay what they are at an adoption.
+    """
+
+    def __init__(self, source: ParameterSource, moments: Moments | None = None) -> None:
         self._source = source
+        self._moments = moments
 
     def copy(self, fragment: Fragment, values: F32) -> Copy:
         """`rounded` is `values` itself where all parameters are float32."""
@@ -95,9 +106,19 @@ class HostIsland:
 
     def prepare(self, fragment: Fragment, rule: Adoption) -> Prepared:
         """The first part of this module's rule."""
+        movement = self._movement(fragment, rule)
         if is_copy(rule):
-            return Prepared(rule.new.rounded, 0.0)
-        return Prepared(prepare_on_host(fragment, rule), rule.keep)
+            return Prepared(rule.new.rounded, 0.0, rule.share, movement)
+        return Prepared(prepare_on_host(fragment, rule), rule.keep, rule.share, movement)
+
+    def _movement(self, fragment: Fragment, rule: Adoption) -> Any:
+        """What `Prepared.movement` is; None: nobody wants it."""
+        if self._moments is None or rule.share == 0:
+            return None
+        movement = empty_f32(fragment.elements)
+        np.subtract(rule.old.values, rule.new.values, out=movement)
+        movement /= np.float32(rule.steps)
+        return movement
 
     def adopt(self, fragment: Fragment, prepared: Prepared) -> None:
         """The second part. Parameters that are not float32 in host memory are read and written."""
@@ -112,6 +133,11 @@ class HostIsland:
             values = self.read(fragment)
             _adopt(values, prepared.out, prepared.keep)
             self._source.write(fragment, values)
+        self._hand_over(fragment, prepared)
+
+    def _hand_over(self, fragment: Fragment, prepared: Prepared) -> None:
+        if self._moments is not None and prepared.movement is not None:
+            self._moments.hand_over(fragment, prepared.movement, prepared.share)
 
     def _views(self, fragment: Fragment) -> list[Any]:
         return [self._source.view(piece) for piece in fragment.pieces]

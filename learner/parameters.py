@@ -109,14 +109,7 @@ class Parameters:
             known_address, view = self._views[piece]
             if known_address == address:
                 return view
-        tensor = local_part(self.tensors[piece.tensor])
-        if tensor.is_contiguous():
-            view = tensor.view(-1)[piece.start : piece.start + piece.count]
-        else:
-            row_elements = tensor.numel() // tensor.shape[0]
-            first, rest = divmod(piece.start, row_elements)
-            assert not rest and not piece.count % row_elements, "a piece is made of whole rows"
-            view = tensor[first : first + piece.count // row_elements]
+        view = elements_of(local_part(self.tensors[piece.tensor]), piece)
         self._views[piece] = address, view
         return view
 
@@ -172,6 +165,17 @@ class Parameters:
             shape = tuple(tensor.shape) or (1,)
             entries.append(LayoutEntry(names[0], shape, DTYPES[tensor.dtype], rule or default))
         return tuple(entries)
+
+
+def elements_of(tensor: Tensor, piece: Piece) -> Tensor:
+    """The elements of a piece in a tensor of the parameter's shape, sharing its memory: (count,) if
+    that is contiguous, else (rows, ...)."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)[piece.start : piece.start + piece.count]
+    row_elements = tensor.numel() // tensor.shape[0]
+    first, rest = divmod(piece.start, row_elements)
+    assert not rest and not piece.count % row_elements, "a piece is made of whole rows"
+    return tensor[first : first + piece.count // row_elements]
 
 
 def misuse(message: str, **detail: str) -> LocalProtocolError:

@@ -173,6 +173,8 @@ class RunSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """tau: inner steps that an exchange may take before anything waits for it."""
     keep: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.5
     """Share of the steps made since the snapshot that an adoption keeps."""
+    handover: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """Share of Adam's first moments that an adoption replaces by the published movement."""
     push_codec: CodecName = "int4-zstd"
     push_rho: Annotated[float, Meta(ge=0.001, le=100.0)] = 0.5
     """Quantisation step of pushes in units of the tensor piece's rms."""
