@@ -39,7 +39,7 @@ class StepTimes:
         self._newest_s: deque[float] = deque(maxlen=STEP_TIMES)
         self._stepped_at: float | None = None
         self._median_s = 0.0
-        """Of those: each fragment asks at each step."""
+        """That of the newest times, kept because each fragment asks at each step."""
 
     def stepped(self, now: float) -> None:
         """A step is made."""

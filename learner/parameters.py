@@ -127,8 +127,10 @@ class Parameters:
         """The pieces as arrays (count,) that share the parameters' memory. None: they cannot, as
         they are not all contiguous float32 in host memory. Remembered as `view` is, for all pieces
         at once: to look each one up took longer than to move it."""
-        tensors = [self.tensors[piece.tensor] for piece in fragment.pieces]
-        place = fragment.pieces, addresses_of(tensors)
+        place = (
+            fragment.pieces,
+            addresses_of([self.tensors[piece.tensor] for piece in fragment.pieces]),
+        )
         known_place, arrays = self._arrays.get(fragment.index, (None, None))
         if known_place == place:
             return arrays

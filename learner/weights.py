@@ -107,8 +107,7 @@ class WeightWatch:
 
     def before_step(self) -> None:
         """Call before the optimizer's step: compares with the end of the last boundary."""
-        is_same = self._marks == (addresses_of(self._sampled), self._versions())
-        if not is_same and self.changed():
+        if self._marks != (addresses_of(self._sampled), self._versions()) and self.changed():
             self._warn(
                 "something else than the optimizer has changed the parameters since the last step;"
                 " the change travels to all learners. If averaged or best weights were swapped in,"
