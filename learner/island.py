@@ -60,6 +60,10 @@ class ParameterSource(Protocol):
         """The elements of a piece, sharing the parameter's memory: a float32 array (count,), or a
         torch tensor of any shape, precision and device with so many elements."""
 
+    def arrays(self, fragment: Fragment) -> list[F32] | None:
+        """All pieces as float32 arrays (count,) that share the parameters' memory; None: they
+        cannot."""
+
     def dtype(self, piece: Piece) -> DtypeName:
         """The parameter's own precision."""
 
@@ -94,15 +98,20 @@ class HostIsland:
     def read(self, fragment: Fragment) -> F32:
         """Copies the parameters (n,)."""
         values = empty_f32(fragment.elements)
-        self._source.read(fragment, values)
+        arrays = self._source.arrays(fragment)
+        if arrays is None:
+            self._source.read(fragment, values)
+        else:
+            np.concatenate(arrays, out=values)
         return values
 
     def snapshot(
         self, fragment: Fragment, published: Copy, base: int, settings: RunSettings
     ) -> Callable[[Spread], CodedPush]:
         """Copies the parameters; the published copy is never written to."""
-        local = self.read(fragment)
-        return partial(encode_on_host, fragment, published.rounded, local, base, settings)
+        return partial(
+            encode_on_host, fragment, published.rounded, self.read(fragment), base, settings
+        )
 
     def prepare(self, fragment: Fragment, rule: Adoption) -> Prepared:
         """The first part of this module's rule."""
@@ -122,16 +131,16 @@ class HostIsland:
 
     def adopt(self, fragment: Fragment, prepared: Prepared) -> None:
         """The second part. Parameters that are not float32 in host memory are read and written."""
-        arrays = self._arrays(fragment)
+        arrays = self._source.arrays(fragment)
+        out = read_only(prepared.out)
         if arrays is not None:
             for piece, array in zip(fragment.pieces, arrays, strict=True):
-                span = slice(piece.offset, piece.offset + piece.count)
-                _adopt(array, prepared.out[span], prepared.keep)
+                _adopt(array, out[piece.offset : piece.offset + piece.count], prepared.keep)
         elif prepared.keep == 0:
-            self._source.write(fragment, prepared.out)
+            self._source.write(fragment, out)
         else:
             values = self.read(fragment)
-            _adopt(values, prepared.out, prepared.keep)
+            _adopt(values, out, prepared.keep)
             self._source.write(fragment, values)
         self._hand_over(fragment, prepared)
 
@@ -141,18 +150,6 @@ class HostIsland:
 
     def _views(self, fragment: Fragment) -> list[Any]:
         return [self._source.view(piece) for piece in fragment.pieces]
-
-    def _arrays(self, fragment: Fragment) -> list[F32] | None:
-        """The pieces as float32 arrays that share the parameters' memory; None: they cannot."""
-        arrays: list[F32] = []
-        for piece, view in zip(fragment.pieces, self._views(fragment), strict=True):
-            if not isinstance(view, np.ndarray):
-                place = view.device.type, self._source.dtype(piece), view.shape
-                if place != ("cpu", "float32", (piece.count,)):
-                    return None
-                view = view.numpy()
-            arrays.append(view)
-        return arrays
 
 
 def encode_on_host(
@@ -243,11 +240,12 @@ def prepare_on_host(fragment: Fragment, rule: Adoption) -> F32:
 
 
 def _adopt(params: F32, out: F32, keep: float) -> None:
+    """`out` is read-only, as the kernel was compiled for."""
     # Parameters that are not finite, times 0, would spoil what they become.
     if keep == 0:
         np.copyto(params, out)
     else:
-        adopt_kernel(params, read_only(out), np.float32(keep))
+        adopt_kernel(params, out, np.float32(keep))
 
 
 def warm_up() -> None:

@@ -222,6 +222,9 @@ class Walk:
             self.view(piece)[:] = values[piece.offset : piece.offset + piece.count]
         self._round()
 
+    def arrays(self, fragment: Fragment) -> list[F32]:
+        return [self.view(piece) for piece in fragment.pieces]
+
     def view(self, piece: Piece) -> F32:
         return self.tensors[piece.tensor][piece.start : piece.start + piece.count]
 
@@ -458,19 +461,23 @@ class Site(Learner):
         tokens = self.trainee.step(session, now)
         meets = self._meets
         if not self._is_island:
-            return self._call(lambda: session.boundary(tokens, 1.0, now))
+            return self._call(lambda: session.boundary(tokens, 1.0, now), is_step=True)
         counted = self._late_tokens
         self._late_tokens = tokens
         if meets:
             counted += tokens
             self._late_tokens = 0
         is_whole = self._call(
-            lambda: session.boundary(counted, 1.0, now, exchanges=meets), exchanges=meets
+            lambda: session.boundary(counted, 1.0, now, exchanges=meets),
+            exchanges=meets,
+            is_step=True,
         )
         self._meets = session.due(now)
         return is_whole
 
-    def _call(self, decide: Callable[[], None], *, exchanges: bool = True) -> bool:
+    def _call(
+        self, decide: Callable[[], None], *, exchanges: bool = True, is_step: bool = False
+    ) -> bool:
         """A boundary of the training thread, whose loop survives an exception and goes on. False:
         one came."""
         run = self.run
@@ -478,7 +485,7 @@ class Site(Learner):
             self._places_left = run.world.rng.randint(1, 8)
         is_whole = True
         try:
-            self.boundary.perform(decide, run.world.now, exchanges=exchanges)
+            self.boundary.perform(decide, run.world.now, exchanges=exchanges, is_step=is_step)
         except (Interrupted, MemoryError):
             is_whole = False
         self._places_left = 0
