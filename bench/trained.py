@@ -129,7 +129,7 @@ class Student:
         self.optimizer = make_optimizer(self.model, self._peak, (cell.beta1, cell.beta2))
         self.source = Parameters(self.model)
         self.layout = self.source.layout
-        self.moments = AdamMoments(self.source, [self.optimizer])
+        self.hand_over = AdamMoments(self.source, [self.optimizer]).hand_over
         self._order = f"{seed}:learner-{site.index}"
         self._steps = 0
 

@@ -21,14 +21,17 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
+from narrows.learner.island import hand_over_kernel
 from narrows.learner.parameters import Parameters, elements_of, local_part
+from narrows.proto.codec import read_only
 from narrows.proto.layout import Fragment
 
-BLOCK: Final = 1 << 16
+BLOCK: Final = 1 << 18
 """Elements mended at once in host memory: they stay in a core's cache."""
 DEVICE_BLOCK: Final = 1 << 24
 """Elements mended at once on a device: enough to fill it, few enough to bound the memory that it
@@ -50,7 +53,7 @@ class Part(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What an optimizer holds of one parameter."""
+    """The moments and the settings that an optimizer has for one parameter."""
 
     group: dict[str, Any]
     first: Tensor
@@ -61,7 +64,7 @@ class Held(NamedTuple):
 
 
 class AdamMoments:
-    """The moments of Adam and AdamW over these parameters: the port Moments.
+    """The moments of Adam and AdamW over these parameters.
 
     It leaves alone what other optimizers keep and where the rule would be wrong, and a line in the
     log says why, once for each reason.
@@ -88,6 +91,8 @@ class AdamMoments:
     @torch.no_grad()
     def mend(self, parts: Iterable[Part], share: float) -> None:
         """Applies the rule of this module to elements that this process holds."""
+        if not any(optimizer.state for optimizer in self._optimizers):
+            return  # Nobody has made a step: a newcomer, or a learner that waits.
         owners = {
             id(tensor): (optimizer, group)
             for optimizer in self._optimizers
@@ -109,14 +114,12 @@ class AdamMoments:
     def _held(
         self, number: int, owners: dict[int, tuple[Optimizer, dict[str, Any]]]
     ) -> Held | None:
-        """What is held of a parameter; None: nothing that the rule could mend."""
+        """The moments of a parameter; None: the rule cannot mend them."""
         tensor = self._parameters.tensors[number]
         if id(tensor) not in owners:
             self._tell(number, "no optimizer of this learner holds it")
             return None
         optimizer, group = owners[id(tensor)]
-        if not optimizer.state:
-            return None  # It has made no step at all: a newcomer, or a learner that waits.
         state = optimizer.state.get(tensor, {})
         obstacle = _obstacle(optimizer, group, state)
         if obstacle:
@@ -139,19 +142,18 @@ class AdamMoments:
 
 def _obstacle(optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any]) -> str:
     """Why the rule cannot mend what is held of a parameter; "": it can."""
-    if not isinstance(optimizer, Adam | AdamW):
-        return f"{type(optimizer).__name__} is neither Adam nor AdamW of torch"
-    if group["amsgrad"]:
-        return "AMSGrad steps by the largest second moment there was"
     is_decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))
-    if group["weight_decay"] and not is_decoupled:
-        return "Adam has its weight decay in the gradients (L2); AdamW has not"
-    rate = group["lr"]
-    if "exp_avg" not in state:
-        return "the optimizer has made no step with it"
-    if _is_known_zero(rate) or _is_known_zero(state["step"]):
-        return "its learning rate is 0, or its number of steps"
-    return ""
+    is_still = _is_known_zero(group["lr"]) or _is_known_zero(state.get("step", 0))
+    kind = type(optimizer).__name__
+    obstacles = {
+        f"{kind} is neither Adam nor AdamW of torch": not isinstance(optimizer, Adam | AdamW),
+        "AMSGrad steps by the largest second moment there was": group.get("amsgrad"),
+        "Adam has its weight decay in the gradients (L2); AdamW has not": (
+            group.get("weight_decay") and not is_decoupled
+        ),
+        "its learning rate is 0, or its optimizer has made no step with it": is_still,
+    }
+    return next((obstacle for obstacle, holds in obstacles.items() if holds), "")
 
 
 def _is_known_zero(number: float | Tensor) -> bool:
@@ -180,12 +182,20 @@ def _reached(beta: float | Tensor, t: Tensor) -> Tensor:
 def _mix(first: Tensor, second: Tensor, movement: Tensor, keep: Tensor, scale: Tensor) -> None:
     """first = keep * first + scale * sqrt(second) * movement, block by block, in float32."""
     movement = movement.to(first.device).view(first.shape)
+    vectors = (first, second, movement)
+    if all(
+        each.is_cpu and each.is_contiguous() and each.dtype == torch.float32 for each in vectors
+    ):
+        own, squares, moved = (each.view(-1).numpy() for each in vectors)
+        hand_over_kernel(
+            own, read_only(squares), read_only(moved), np.float32(keep), np.float32(scale)
+        )
+        return
     block = BLOCK if first.is_cpu else DEVICE_BLOCK
     rows = max(1, block * len(first) // max(1, first.numel()))
-    splits = (torch.split(each, rows) for each in (first, second, movement))
-    for own, squares, moved in zip(*splits, strict=True):
-        root = squares.to(torch.float32, copy=True).sqrt_().mul_(scale)
-        mixed = own.to(torch.float32)  # The moments themselves, if they are float32.
-        mixed.mul_(keep).addcmul_(root, moved)
-        if mixed is not own:
-            own.copy_(mixed)
+    for m, v, delta in zip(*(torch.split(each, rows) for each in vectors), strict=True):
+        root = v.to(torch.float32, copy=True).sqrt_().mul_(scale)
+        mixed = m.to(torch.float32)  # The moments themselves, if they are float32.
+        mixed.mul_(keep).addcmul_(root, delta)
+        if mixed is not m:
+            m.copy_(mixed)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -42,6 +42,10 @@ from narrows.proto.codec import warm_up as warm_up_codecs
 from narrows.proto.layout import Fragment, Piece
 from narrows.proto.messages import DtypeName, RunSettings
 from narrows.proto.ports import Adoption, CodedPush, Copy, Prepared
+
+HandOver: TypeAlias = Callable[[Fragment, Any, float], None]
+"""Replaces a share of the optimizer's first moments, the last argument, by a movement of the
+published copies as `Prepared` has it."""
 
 NO_PUSH: Final = read_only(np.empty(0, np.float32))
 ONE_SCALE: Final = read_only(np.ones(1, np.float32))
@@ -68,22 +72,15 @@ class ParameterSource(Protocol):
         """The parameter's own precision."""
 
 
-class Moments(Protocol):
-    """The moments of the optimizer over these parameters."""
-
-    def hand_over(self, fragment: Fragment, movement: Any, share: float) -> None:
-        """Replaces a share of the first moments by a movement, as `Prepared` has it."""
-
-
 class HostIsland:
     """Parameters that are exchanged in host memory, wherever they are: the port Island.
 
-    Without `moments` those of the optimizer stay what they are at an adoption.
+    Without `hand_over` the moments of the optimizer stay what they are at an adoption.
     """
 
-    def __init__(self, source: ParameterSource, moments: Moments | None = None) -> None:
+    def __init__(self, source: ParameterSource, hand_over: HandOver | None = None) -> None:
         self._source = source
-        self._moments = moments
+        self._hand_over = hand_over
 
     def copy(self, fragment: Fragment, values: F32) -> Copy:
         """`rounded` is `values` itself where all parameters are float32."""
@@ -121,8 +118,8 @@ class HostIsland:
         return Prepared(prepare_on_host(fragment, rule), rule.keep, rule.share, movement)
 
     def _movement(self, fragment: Fragment, rule: Adoption) -> Any:
-        """What `Prepared.movement` is; None: nobody wants it."""
-        if self._moments is None or rule.share == 0:
+        """Makes `Prepared.movement`; None: nobody wants it."""
+        if self._hand_over is None or rule.share == 0:
             return None
         movement = empty_f32(fragment.elements)
         np.subtract(rule.old.values, rule.new.values, out=movement)
@@ -142,11 +139,11 @@ class HostIsland:
             values = self.read(fragment)
             _adopt(values, out, prepared.keep)
             self._source.write(fragment, values)
-        self._hand_over(fragment, prepared)
+        self._turn_momentum(fragment, prepared)
 
-    def _hand_over(self, fragment: Fragment, prepared: Prepared) -> None:
-        if self._moments is not None and prepared.movement is not None:
-            self._moments.hand_over(fragment, prepared.movement, prepared.share)
+    def _turn_momentum(self, fragment: Fragment, prepared: Prepared) -> None:
+        if self._hand_over is not None and prepared.movement is not None:
+            self._hand_over(fragment, prepared.movement, prepared.share)
 
     def _views(self, fragment: Fragment) -> list[Any]:
         return [self._source.view(piece) for piece in fragment.pieces]
@@ -214,6 +211,15 @@ def adopt_kernel(params: F32, out: F32, keep: np.float32) -> None:
         params[i] = out[i] + keep * params[i]
 
 
+@kernel
+def hand_over_kernel(
+    first: F32, second: F32, movement: F32, keep: np.float32, scale: np.float32
+) -> None:
+    """The rule of learner/handover.py, in place, on float32 (n,)."""
+    for i in range(first.size):
+        first[i] = keep * first[i] + scale * np.sqrt(second[i]) * movement[i]
+
+
 def prepare_on_host(fragment: Fragment, rule: Adoption) -> F32:
     """The first part of the rule, float32 (n,), in host memory."""
     old = read_only(rule.old.rounded)
@@ -258,3 +264,4 @@ def warm_up() -> None:
     for multiples in codes:
         prepare_kernel(one, one, multiples, bounds, one, half, False, one.copy())
     adopt_kernel(one.copy(), one, half)
+    hand_over_kernel(one.copy(), one, one, half, half)

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from narrows.learner.exchange import Exchange
 from narrows.learner.gpu import TorchIsland
+from narrows.learner.handover import AdamMoments
 from narrows.learner.link import Link
 from narrows.learner.loop import Loss, StepLog, bare_optimizers, once_a_step, ramp_steps
 from narrows.learner.parameters import Parameters, misuse
@@ -92,6 +93,7 @@ class Learner:
         self._optimizers = bare_optimizers(optimizer)
         self._parameters = Parameters(model, merge_rules)
         self._watch = WeightWatch(self._parameters, self._optimizers)
+        moments = AdamMoments(self._parameters, self._optimizers)
         self._boundary = boundary
         self._leave_timeout_s = leave_timeout_s
 
@@ -105,10 +107,10 @@ class Learner:
         self._exchange: Exchange | RanksExchange
         if is_rank:
             counts = counts_tokens(self._parameters, data_parallel)
-            ranks = Ranks(self._parameters, counts=counts)
+            ranks = Ranks(self._parameters, counts=counts, moments=moments)
             self._exchange = RanksExchange(ranks, exchange_over, self._watch.adopting)
         else:
-            self._exchange = exchange_over(TorchIsland(self._parameters))
+            self._exchange = exchange_over(TorchIsland(self._parameters, moments.hand_over))
         self._log = StepLog()
         self._hooks: list[RemovableHandle] = []
         self._entered = self._closed = False

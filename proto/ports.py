@@ -88,7 +88,7 @@ class Adoption(NamedTuple):
     keep: float
     merged: bool
     share: float = 0.0
-    """Of Adam's first moments, which the published movement takes the place of; 0: they stay."""
+    """The published movement takes the place of this share of Adam's first moments."""
     steps: int = 0
     """Inner steps at the run's pace that the movement from `old` to `new` stands for."""
 

@@ -34,7 +34,7 @@ from narrows.broker.store import History, Recovered, Store
 from narrows.broker.syncer.events import Note
 from narrows.learner.boundary import Boundary
 from narrows.learner.host import LearnerHost
-from narrows.learner.island import HostIsland, Moments, ParameterSource
+from narrows.learner.island import HandOver, HostIsland, ParameterSource
 from narrows.learner.session import Session
 from narrows.proto.codec import CODECS, F32, round_to_dtype
 from narrows.proto.layout import Fragment, Piece
@@ -64,7 +64,7 @@ class Trainee(Protocol):
     @property
     def layout(self) -> Layout: ...
     @property
-    def moments(self) -> Moments | None: ...
+    def hand_over(self) -> HandOver | None: ...
 
     def step(self, session: Session, now: float) -> int:
         """Makes a step, which ends now; its tokens."""
@@ -190,7 +190,7 @@ class Walk:
     is not the point here."""
 
     layout = LAYOUT
-    moments = None
+    hand_over: HandOver | None = None
 
     def __init__(self, site: Site) -> None:
         self.source = self
@@ -261,7 +261,7 @@ class Watched(HostIsland):
     """Says on which version each fragment stands, and may be interrupted half way."""
 
     def __init__(self, source: ParameterSource, site: Site) -> None:
-        super().__init__(source, site.trainee.moments)
+        super().__init__(source, site.trainee.hand_over)
         self._site = site
         self._bases: dict[int, Copy] = {}
         """By fragment, the copy that was adopted last."""

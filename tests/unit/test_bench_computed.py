@@ -97,7 +97,7 @@ def test_a_seed_decides_the_loss_of_a_run(monkeypatch: pytest.MonkeyPatch) -> No
     losses, contributors = trained.train(cell, 1)
     assert len(losses) == len(trained.MARKS) and 1.0 <= contributors < 2.0
     assert 1.0 < losses[-1] < losses[0] < 5.6
-    late = trained.train(QualityCell("1:1", dead="late", steps=40), 1)
+    late = trained.train(QualityCell("1:1", dead="late", steps=16), 1)
     assert 1.0 < late.contributors < 2.0
     assert trained.train(cell, 1) == (losses, contributors)
     assert trained.train(QualityCell("1:1", keep=0.7, steps=40), 1).contributors > contributors
