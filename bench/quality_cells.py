@@ -35,9 +35,11 @@ SEARCHED_BETA1: Final = (0.8, 0.9, 0.95)
 SEARCHED_PEAKS: Final = (0.75, 1.0, 1.5)
 LENGTHS: Final = (1000, 3000)
 """Steps of the runs that were searched."""
-RIVAL_BETA1: Final = 0.8
-"""Data parallel's best beta1 at both lengths, as the search found it. Its best peak was the
-preset's."""
+BEST_BETA1: Final = 0.8
+"""Adam's best beta1, of data parallel and of runs, at both lengths, as their searches found it. The
+best peak of both was the preset's."""
+HANDOVER: Final = 0.5
+"""The hand-over that is measured beside none."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class QualityCell:
     preset: str = "nano"
     peak: float = 1.0
     """Peak learning rate, in units of the preset's."""
-    beta1: float = 0.9
+    beta1: float = BEST_BETA1
     """Adam's decay of the first moment."""
     beta2: float = 0.95
     """Adam's decay of the second moment."""
@@ -81,7 +83,6 @@ def rival(cell: QualityCell) -> QualityCell:
         steps=cell.steps,
         seeds=cell.seeds,
         preset=cell.preset,
-        beta1=RIVAL_BETA1,
         beta2=cell.beta2,
         first_seed=cell.first_seed,
     )
@@ -103,7 +104,7 @@ def site_cells(seeds: int) -> list[QualityCell]:
     cells = []
     for steps, speeds in product(LENGTHS, (TWO, FOUR, EIGHT)):
         plain = QualityCell(speeds, steps=steps, seeds=seeds)
-        cells += [plain, replace(plain, handover=0.5, peak=1.25)]
+        cells += [plain, replace(plain, handover=HANDOVER)]
     return cells
 
 
@@ -114,4 +115,4 @@ def mixed_cells(seeds: int) -> list[QualityCell]:
         for speeds, dead in MIXES
     ]
     cells += [QualityCell(FOUR, dead="late", beta2=beta2, seeds=seeds) for beta2 in (0.95, 0.999)]
-    return [each for cell in cells for each in (cell, replace(cell, handover=0.5))]
+    return [each for cell in cells for each in (cell, replace(cell, handover=HANDOVER))]

@@ -85,7 +85,8 @@ def test_cells_share_the_rival_that_was_searched() -> None:
     cells = [*quality_cells.site_cells(2), *quality_cells.mixed_cells(2)]
     rivals = {quality_cells.rival(cell) for cell in cells}
     assert len(rivals) < len(cells) / 2
-    assert {(each.steps, each.beta1) for each in rivals} >= {(1000, 0.8), (3000, 0.8)}
+    assert all(each.handover == 0 and each.dead == "nobody" for each in rivals)
+    assert all(set(each.speeds) <= {"1", ":"} for each in rivals)
     chosen = {seed for cell in quality_cells.searched_cells(10) for seed in cell.seed_numbers}
     assert not any(chosen & set(cell.seed_numbers) for cell in cells)
 
