@@ -94,25 +94,31 @@ def watch(
     """
     pause_s = max(PAUSE_S_MIN, float(Duration.parse(every, "--every: ")))
     address, site, _ = find_broker(broker, key)
+    with closing(Asker(address, site)) as asker:
+        asked_at = time.monotonic()
+        while _tell(asker, json=json) != Phase.ENDED:
+            time.sleep(max(0.0, asked_at + pause_s - time.monotonic()))
+            asked_at = time.monotonic()
+
+
+def _tell(asker: Asker, *, json: bool) -> str:
+    """Asks, and prints one line; returns the phase of the run, "" if the broker does not answer."""
     phase = ""
-    while phase != Phase.ENDED:
-        next_at = time.monotonic() + pause_s
-        try:
-            answer = ask_status(address, site, timeout_s=TIMEOUT_S)
-        except BrokerUnreachable as error:
-            facts: dict[str, Any] = {"error": str(error)}
-            line = f"{MARKS['bad'][0]} {error}"
-        else:
-            phase = answer.phase
-            facts = _facts(answer)
-            found = verdict(answer)
-            line = f"{MARKS[found.level][0]} {found.text}"
-        if json:
-            print(json_module.dumps({"at_unix": round(time.time(), 3), **facts}), flush=True)
-        else:
-            print(f"{datetime.now():%H:%M:%S} {printable(line)}", flush=True)
-        if phase != Phase.ENDED:
-            time.sleep(max(0.0, next_at - time.monotonic()))
+    try:
+        answer = asker.ask(TIMEOUT_S)
+    except BrokerUnreachable as error:
+        facts: dict[str, Any] = {"error": str(error)}
+        line = f"{MARKS['bad'][0]} {error}"
+    else:
+        phase = answer.phase
+        facts = _facts(answer)
+        found = verdict(answer)
+        line = f"{MARKS[found.level][0]} {found.text}"
+    if json:
+        print(json_module.dumps({"at_unix": round(time.time(), 3), **facts}), flush=True)
+    else:
+        print(f"{datetime.now():%H:%M:%S} {printable(line)}", flush=True)
+    return phase
 
 
 def _facts(said: Status) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any, Final
 from narrows.broker.page.words import figures, learner_text, run_line
 from narrows.broker.verdict import Verdict, duration, named, verdict
 from narrows.proto.errors import BrokerUnreachable, NarrowsError
-from narrows.proto.messages import LearnerState, LearnerStatus, LineStatus, Status
+from narrows.proto.messages import LearnerState, LearnerStatus, LineStatus, Phase, Status
 
 BIN_S: Final = 5.0
 """Seconds of one bar of a lane."""
@@ -118,14 +118,18 @@ class History:
     def failed(self, error: Exception, now: float) -> None:
         """The broker did not answer, or not with what it was asked for."""
         self._begin_change()
-        if self.is_answering:
+        was_answering = self.is_answering
+        if was_answering or not self._gone_at:
+            self._gone_at = now
+        self.is_answering = False
+        status = self.status
+        if status is not None and status.phase == Phase.ENDED and not status.awaited:
+            return  # It has ended with its run: the last sentence stays true.
+        if was_answering:
             self._notice("the broker does not answer", now)
             for name, lane in self._lanes.items():
                 lane.told["text"] = "not known while the broker is away"
                 self._changed[name] = lane.told
-        if self.is_answering or not self._gone_at:
-            self._gone_at = now
-        self.is_answering = False
         since = duration(now - self._gone_at)
         text = f"This page has had no answer from the broker for {since}: {error}"
         remedy = "It asks again and again"

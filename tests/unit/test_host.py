@@ -439,11 +439,18 @@ def test_the_end_is_durable(tmp_path: Path) -> None:
     house = House(tmp_path / "state", {"run.goal_tokens": "100"})
     (a,) = begun(house, "site-a")
     one_round(house, a)
+    watchers = [HandLearner(house, f"watcher-{index}") for index in range(host.ASKERS_MAX + 1)]
+    for each in watchers:
+        each.say(msg.AskStatus())
     a.say(msg.Report(1, 100, 1.0, (a.version,), finished=(0,)))
     house.wait(1.0)
     a.say(msg.Bye("the run has ended"))
     house.wait(1.0)
     assert house.host.finished is not None and house.host.finished.missing == ()
+    heard = [[said.phase for said in each.heard(msg.Status)] for each in watchers]
+    assert heard == [["ending"], *[["ending", "ended"]] * host.ASKERS_MAX], (
+        "told once more, unasked"
+    )
     house.kill()
     house.start()
     assert house.host.syncer.status(house.now).phase == "ended"

@@ -90,6 +90,21 @@ def test_a_broker_that_is_gone_is_told_since_when_and_what_to_do_until_it_is_bac
     assert "?" in states[1:] and states[-1] in module.LETTERS.values()
 
 
+def test_a_broker_that_has_ended_with_its_run_is_not_missed() -> None:
+    run = MadeUpRun(1)
+    history = fed(run, 10)
+    gone = BrokerUnreachable("tcp://x did not answer")
+    history.take(replace(run.ask(), phase="ended", awaited=("site-0000",)), NOON + 11)
+    history.failed(gone, NOON + 12)
+    assert history.verdict.level == "bad", "a learner lacks the final model"
+    history.take(replace(run.ask(), phase="ended"), NOON + 13)
+    history.failed(gone, NOON + 14)
+    assert history.verdict.text.startswith("The run has ended: "), "and the level is ok"
+    assert history.change()["notices"] == [] and not history.is_answering
+    history.take(replace(run.ask(), phase="ended"), NOON + 20)
+    assert history.change()["notices"] == [(NOON + 20, "the broker is back after 6 s")]
+
+
 @pytest.mark.parametrize("count", [CURVES_MAX, CURVES_MAX + 1])
 def test_many_learners_have_a_median_and_a_band_and_few_have_curves(count: int) -> None:
     shown = fed(MadeUpRun(count), 30).everything()
