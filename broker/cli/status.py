@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from narrows.broker.asking import Asker
 from narrows.broker.config import BrokerConfig
-from narrows.broker.verdict import duration, verdict
+from narrows.broker.verdict import duration, learner_text, verdict
 from narrows.proto.errors import (
     BrokerUnreachable,
     ConfigError,
@@ -50,6 +50,8 @@ LANE_COLOURS: Final[dict[str, str]] = {
     LearnerState.SILENT: "yellow",
     LearnerState.LOST: "red",
     LearnerState.REVOKED: "red",
+    "line up cut": "red",
+    "line down cut": "red",
 }
 
 MARKS: Final = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "bad": ("✗", "red")}
@@ -202,11 +204,9 @@ def _lanes(learners: dict[str, LearnerStatus]) -> Table:
     for column in ("steps/s", "loss", "merged", "pushed", "up", "down", "behind"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, each in learners.items():
-        state = f"{each.state}: {each.reason}" if each.reason else each.state
-        if each.state != LearnerState.TRAINING:
-            state = f"{state}, {duration(each.since_s)}"
+        word, state = learner_text(each)
         tokens = Amount(each.merged_tokens).text(), Amount(each.logged_tokens).text()
-        colour = LANE_COLOURS.get(each.state, "")
+        colour = LANE_COLOURS.get(word, "")
         table.add_row(
             printable(name),
             Text(printable(state), colour),  # Markup in the words of a peer would be obeyed.

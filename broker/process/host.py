@@ -251,6 +251,8 @@ class Host:
             self._refusals.count(
                 str(note.fields["learner"]), str(note.fields["code"]), note.text, now
             )
+        if note.event in ("joined", "rejoined"):
+            self._refusals.admitted(str(note.fields["learner"]))
         self._on_note(note)
 
     def _send(self, peer: str, message: msg.ControlMessage, now: float) -> None:

@@ -14,7 +14,7 @@ from narrows.broker.page.history import BIN_S, CURVES_MAX, POINTS_MAX, History, 
 from narrows.broker.page.metrics import StatusCollector
 from narrows.broker.page.server import Watcher, application
 from narrows.proto.errors import BrokerUnreachable, ErrorCode, Refused
-from narrows.proto.messages import LearnerState, Status
+from narrows.proto.messages import LearnerState, RefusalStatus, Status
 
 NOON = 1_000_000.0
 
@@ -70,6 +70,20 @@ def test_a_learner_that_dies_is_seen_in_its_lane_and_named() -> None:
     change = history.change()
     assert change["learners"]["site-0001"]["state"] == "l"
     assert [text for _, text in change["notices"]] == ["site-0001: lost"]
+
+
+def test_a_lane_shows_that_a_line_is_cut_and_a_refusal_is_noticed() -> None:
+    run = MadeUpRun(2)
+    history = fed(run, 10)
+    status = run.ask()
+    status.learners["site-0001"].no_data_s = 40.0
+    refused = RefusalStatus("site-x", "layout_differs", "site-x: layout_differs: another model", 1)
+    for seconds in (11, 12):
+        history.take(replace(status, refused=(refused,)), NOON + seconds)
+        row = history.everything()["learners"]["site-0001"]
+        assert row["states"][-1] == "c" and row["text"] == "line up cut, 40 s"
+    texts = [text for _, text in history.everything()["notices"]]
+    assert texts == ["site-x was refused: another model", "site-0001: line up cut"]
 
 
 def test_a_broker_that_is_gone_is_told_since_when_and_what_to_do_until_it_is_back() -> None:

@@ -10,16 +10,19 @@ from unittest.mock import Mock
 
 import msgspec
 import pytest
-from desk import configure, running
+from desk import Desk, configure, running
 from learner_cases import HandLearner, House, begun
 
 from narrows.broker.config import BrokerConfig, load_broker
+from narrows.broker.process import pipeline
 from narrows.broker.process.gauges import SAMPLE_S, Meter, Refusals
 from narrows.broker.process.service import Service
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import FIRST_STEP_S, STALLED_S
 from narrows.broker.syncer.status import REFUSED_MAX, REFUSED_S
+from narrows.broker.verdict import verdict
 from narrows.proto import messages as msg
+from narrows.proto.timing import HELLO_S
 from narrows.proto.wire import ENVELOPE, decode_control, plain
 
 EVERYBODY = configure(run={"mode": msg.Mode.STREAMING}, merge={"quorum": 0})
@@ -153,6 +156,42 @@ def test_who_was_refused_is_told_for_ten_minutes(house: House) -> None:
     stranger.say(foreign)
     (refused,) = house.host.status(house.now).refused
     assert (refused.learner, refused.code) == ("stranger", "wrong_run")
+    stranger.say(old)
+    stranger.hello()
+    assert house.host.status(house.now).refused == (), "it has joined since"
+
+
+def test_a_second_process_with_a_living_name_is_told(house: House) -> None:
+    """Holds `kept_out`: but not a learner that is started again while its name is in use."""
+    (a,) = begun(house, "site-a")
+    second = HandLearner(house, "site-a")
+    second.peer = "02"
+    second.incarnation = "site-a.00000002"
+    hello = msg.Hello(msg.PROTOCOL, "site-a", second.incarnation, "", "", "0" * 32, ())
+    said: list[str] = []
+    for _ in range(10):
+        second.say(hello)
+        house.wait(HELLO_S, a)
+        said.append(verdict(house.host.status(house.now)).text)
+    assert not any("second process" in text for text in said[:4]) and "second process" in said[4]
+    assert "with the name site-a was refused 10 times, last 1 s ago" in said[-1]
+
+
+def test_a_seeder_that_sends_nothing_is_told() -> None:
+    """Holds `Seeding`: with each chunk its time begins anew."""
+    desk = Desk()
+    desk.hello("a")
+    desk.pass_(25.0, "a")
+    desk.layout("a")
+    desk.pass_(25.0, "a")
+    desk.seed_chunk("a", 0, 0)
+    assert not desk.status.learners["a"].no_data_s
+    assert len(desk.noted("no_data")) == 2
+    desk.pass_(31.0, "a")
+    told = verdict(desk.status)
+    assert told.level == "bad" and "from a for 31 s, though it is to send version 0" in told.text
+    desk.seed("a")
+    assert not desk.status.learners["a"].no_data_s
 
 
 def test_of_many_that_are_refused_the_newest_are_told() -> None:
@@ -208,6 +247,32 @@ def test_the_disk_tells_what_it_refuses_and_for_how_long(house: House) -> None:
         assert "No space left" in told.error and 20.0 < told.error_s < 40.0
     house.until(lambda: house.heads == (2,), "a version", a)
     assert house.host.status(house.now).disk.error == ""
+
+
+def test_snapshots_that_fail_are_told_while_versions_are_written(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Holds `Pipeline.disk`: the success of one kind of write hides no failure of the other."""
+    monkeypatch.setattr(pipeline, "SNAPSHOT_VERSIONS", 1)
+    (a,) = begun(house, "site-a")
+
+    def versions(count: int) -> msg.DiskStatus:
+        for _ in range(count):
+            a.listen()
+            a.push()
+            house.wait(1.0, a)
+        return house.host.status(house.now).disk
+
+    with monkeypatch.context() as patch:
+        full = OSError(errno.ENOSPC, "No space left on device")
+        patch.setattr(house.store, "snapshot", Mock(side_effect=full))
+        told = versions(3)
+        house.wait(40.0, a)
+        told = versions(1)
+    assert (told.error, told.error_s) == ("", 0.0)
+    assert "No space left" in told.snapshot_error and told.snapshot_error_s > 30.0
+    house.wait(pipeline.SNAPSHOT_AGAIN_S, a)
+    assert versions(1).snapshot_error == ""
 
 
 def test_the_queue_of_the_workers_says_since_when_it_never_was_empty(house: House) -> None:
