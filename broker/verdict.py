@@ -336,9 +336,7 @@ def _was_refused(status: Status) -> Verdict | None:
     newest = min(refused, key=lambda each: each.ago_s)
     ago = f"{duration(newest.ago_s)} ago"
     when = ago if newest.times < 2 else f"{newest.times} times, last {ago}"
-    _, _, rest = newest.text.partition(" (expected ")
-    remedy = rest.partition("). ")[2] or ErrorCode(newest.code).remedy
-    return Verdict("warning", refusal_text(newest, f" {when}"), _capital(remedy))
+    return Verdict("warning", refusal_text(newest, f" {when}"), _capital(refusal_remedy(newest)))
 
 
 def kept_out(status: Status) -> list[RefusalStatus]:
@@ -349,6 +347,12 @@ def kept_out(status: Status) -> list[RefusalStatus]:
         if each.code in SESSION_CODES
         and (each.code != ErrorCode.NAME_IN_USE or each.times > RESTART_TIMES)
     ]
+
+
+def refusal_remedy(refusal: RefusalStatus) -> str:
+    """The remedy of its error, which tells it after a point, or that of its code."""
+    _, _, rest = refusal.text.partition(" (expected ")
+    return rest.partition("). ")[2] or ErrorCode(refusal.code).remedy
 
 
 def refusal_text(refusal: RefusalStatus, when: str = "") -> str:

@@ -290,7 +290,7 @@ class Dial:
             why = f"as one does whose key is not {' or '.join(self._key.servers)}"
             remedy = (
                 "the broker's key that your site was given may be wrong: compare `servers` in your"
-                " key file with `narrows keys show` at the broker"
+                " key file with `narrows keys show` at the broker. Or that broker has no keys"
             )
         return BrokerUnreachable(
             f"the broker at {self._address} breaks handshakes off ({why})",

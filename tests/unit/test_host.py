@@ -111,7 +111,7 @@ def test_a_layout_of_another_life_is_dropped(house: House) -> None:
 def test_snapshots_go_on_after_a_full_disk_but_not_at_each_version(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Holds `Pipeline.durable`."""
+    """Holds `Pipeline.durable` and `Pipeline.disk`: no version that is written hides it."""
     monkeypatch.setattr(pipeline, "SNAPSHOT_VERSIONS", 1)
     (a,) = begun(house, "site-a")
     full = Mock(side_effect=OSError(errno.ENOSPC, "the disk is full"))
@@ -123,8 +123,12 @@ def test_snapshots_go_on_after_a_full_disk_but_not_at_each_version(
         house.wait(pipeline.SNAPSHOT_AGAIN_S, a)
         one_round(house, a)
         assert full.call_count == 2
+        told = house.host.status(house.now).disk
+        assert (told.error, told.snapshot_error) == ("", "[Errno 28] the disk is full")
+        assert told.error_s == 0 and told.snapshot_error_s > pipeline.SNAPSHOT_AGAIN_S
     house.wait(pipeline.SNAPSHOT_AGAIN_S, a)
     one_round(house, a)
+    assert not house.host.status(house.now).disk.snapshot_error
     ((newest,),) = house.store.query("SELECT max(version) FROM snapshots")
     assert newest == house.heads[0]
 

@@ -14,7 +14,6 @@ from desk import Desk, configure, running
 from learner_cases import HandLearner, House, begun
 
 from narrows.broker.config import BrokerConfig, load_broker
-from narrows.broker.process import pipeline
 from narrows.broker.process.gauges import SAMPLE_S, Meter, Refusals
 from narrows.broker.process.service import Service
 from narrows.broker.syncer import events as ev
@@ -247,32 +246,6 @@ def test_the_disk_tells_what_it_refuses_and_for_how_long(house: House) -> None:
         assert "No space left" in told.error and 20.0 < told.error_s < 40.0
     house.until(lambda: house.heads == (2,), "a version", a)
     assert house.host.status(house.now).disk.error == ""
-
-
-def test_snapshots_that_fail_are_told_while_versions_are_written(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Holds `Pipeline.disk`: the success of one kind of write hides no failure of the other."""
-    monkeypatch.setattr(pipeline, "SNAPSHOT_VERSIONS", 1)
-    (a,) = begun(house, "site-a")
-
-    def versions(count: int) -> msg.DiskStatus:
-        for _ in range(count):
-            a.listen()
-            a.push()
-            house.wait(1.0, a)
-        return house.host.status(house.now).disk
-
-    with monkeypatch.context() as patch:
-        full = OSError(errno.ENOSPC, "No space left on device")
-        patch.setattr(house.store, "snapshot", Mock(side_effect=full))
-        told = versions(3)
-        house.wait(40.0, a)
-        told = versions(1)
-    assert (told.error, told.error_s) == ("", 0.0)
-    assert "No space left" in told.snapshot_error and told.snapshot_error_s > 30.0
-    house.wait(pipeline.SNAPSHOT_AGAIN_S, a)
-    assert versions(1).snapshot_error == ""
 
 
 def test_the_queue_of_the_workers_says_since_when_it_never_was_empty(house: House) -> None:
