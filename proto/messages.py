@@ -424,7 +424,7 @@ class QuorumStatus(Struct, frozen=True):
     """The learners that rounds need, and those that are here."""
 
     needed: Count = 0
-    """K; 0: all that train."""
+    """Learners that a merge waits for; 0: all that train."""
     at_start: Count = 0
     """Learners with which the run begins."""
     here: Count = 0
@@ -470,9 +470,12 @@ class DiskStatus(Struct, frozen=True):
     versions_since_snapshot: Count = 0
     """For one fragment, at most: a start merges them again."""
     error: Text = ""
-    """Why the disk refuses what is to be written now; "": it does not."""
+    """Why the disk refuses the version that is to be written now; "": it does not."""
     error_s: Seconds = 0.0
     """For how long it has done so."""
+    snapshot_error: Text = ""
+    """The same of snapshots: without them the next start takes longer, and no payload goes."""
+    snapshot_error_s: Seconds = 0.0
 
 
 class ProcessStatus(Struct, frozen=True):
