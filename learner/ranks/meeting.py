@@ -77,8 +77,8 @@ def gpu_number(tensors: Sequence[Tensor]) -> int:
 
 
 def backend_of(gpus: Sequence[int]) -> str:
-    """What fragments travel over between ranks with these GPUs (`gpu_number`). NCCL refuses two
-    ranks on one card."""
+    """The backend that moves fragments between ranks with these GPUs (`gpu_number`). NCCL refuses
+    two ranks on one card."""
     return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
 
 
@@ -166,8 +166,8 @@ class Ranks:
         self._words = dist.new_group(backend="gloo", timeout=TIMEOUT)
         """Carries vectors of one size, and nothing else once the constructor is left."""
         self._works: dict[int, Any] = {}
-        """What is under way over `_words`, by number. Nobody else may refer to it: as long as there
-        is a work the connections of its group stay open."""
+        """The sums under way over `_words`, by number. Nobody else may refer to one: as long as there
+        is one, the connections of its group stay open."""
         self._number = 0
         self._left = False
         self._table: tuple[Fragment, ...] = ()
