@@ -74,8 +74,10 @@ class TorchIsland(HostIsland):
         self, fragment: Fragment, published: Copy, base: int, settings: RunSettings
     ) -> Callable[[Spread], CodedPush]:
         """Copies the parameters where they are; a GPU's copy is not waited for."""
-        if not isinstance(published.rounded, Tensor):
-            return super().snapshot(fragment, published, base, settings)
+        place = _place_of(published.rounded)
+        if place is None or place != self._device(fragment):
+            host_copy = self._in_host_memory(fragment, published)
+            return super().snapshot(fragment, host_copy, base, settings)
         views = self._views(fragment)
         local = torch.cat([view.reshape(-1).to(torch.float32) for view in views])
         ready = None
@@ -86,10 +88,18 @@ class TorchIsland(HostIsland):
 
     def prepare(self, fragment: Fragment, rule: Adoption) -> Prepared:
         """`out` is a tensor on the fragment's device if it has one, and complete."""
-        if is_copy(rule) or not isinstance(rule.new.rounded, Tensor):
+        if is_copy(rule):
             return super().prepare(fragment, rule)
-        movement = self._movement(fragment, rule)
-        return Prepared(prepare_on_device(fragment, rule), rule.keep, rule.share, movement)
+        places = {_place_of(copy.rounded) for copy in (rule.old, rule.new)}
+        if rule.push is not None:
+            coded: DeviceCodes | None = rule.push.on_device
+            places.add(None if coded is None else coded.codes.device)
+        if None not in places and len(places) == 1:
+            movement = self._movement(fragment, rule)
+            return Prepared(prepare_on_device(fragment, rule), rule.keep, rule.share, movement)
+        old = self._in_host_memory(fragment, rule.old)
+        new = self._in_host_memory(fragment, rule.new)
+        return super().prepare(fragment, rule._replace(old=old, new=new))
 
     def _movement(self, fragment: Fragment, rule: Adoption) -> Any:
         # From host memory: where parameters have fewer bits, the exact copies are there alone.
@@ -99,7 +109,7 @@ class TorchIsland(HostIsland):
         return to_device(movement, rule.new.rounded.device)
 
     def adopt(self, fragment: Fragment, prepared: Prepared) -> None:
-        """Moves the parameters in place, where they are."""
+        """Moves the parameters in place, where they are now."""
         if not isinstance(prepared.out, Tensor):
             super().adopt(fragment, prepared)
             return
@@ -110,7 +120,7 @@ class TorchIsland(HostIsland):
             if prepared.movement is not None:
                 prepared.movement.record_stream(stream)
         for piece, view in zip(fragment.pieces, self._views(fragment), strict=True):
-            own = out[piece.offset : piece.offset + piece.count].view(view.shape)
+            own = out[piece.offset : piece.offset + piece.count].view(view.shape).to(view.device)
             if prepared.keep == 0:
                 view.copy_(own)
                 continue
@@ -121,12 +131,23 @@ class TorchIsland(HostIsland):
                 view.copy_(values)
         self._turn_momentum(fragment, prepared)
 
+    def _in_host_memory(self, fragment: Fragment, copy: Copy) -> Copy:
+        """A copy for a model that was on another device, or in host memory, when it was made."""
+        if _place_of(copy.rounded) is None:
+            return copy
+        return super().copy(fragment, copy.values)
+
     def _device(self, fragment: Fragment) -> torch.device | None:
         """The device where this fragment is coded and adopted; None: in host memory."""
         devices = {view.device for view in self._views(fragment)}
         device: torch.device = devices.pop()
         on_gpu = not devices and device.type == "cuda"
         return device if on_gpu or self._on_device else None
+
+
+def _place_of(rounded: F32 | Tensor) -> torch.device | None:
+    """The device of what a copy's island computes with; None: it is in host memory."""
+    return rounded.device if isinstance(rounded, Tensor) else None
 
 
 class DeviceCodes(NamedTuple):

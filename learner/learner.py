@@ -150,7 +150,7 @@ class Learner:
         try:
             self._remove_hooks()
             self._watch.look_at_buffers()
-            self._exchange.finish(self._leave_timeout_s, disowned=self._watch.changed())
+            self._exchange.finish(self._leave_timeout_s, disowned=self._watch.is_foreign())
         except BaseException:
             self._abort()
             raise

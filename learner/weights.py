@@ -75,6 +75,8 @@ class WeightWatch:
         """Sample at the end of the last boundary."""
         self._step: Tensor | None = None
         """Change made by a step that no adoption preceded: how far a step goes."""
+        self._steps = self._steps_after_change = 0
+        """Steps of the optimizer, and those before which something else changed parameters."""
 
     def start(self) -> None:
         """Call before joining. Raises LocalProtocolError MISUSE for parameters of the model that
@@ -100,14 +102,22 @@ class WeightWatch:
         """Whether something else than the optimizer and the exchange has changed the parameters
         since the last boundary. To swap others in and back is no change. It waits for the device.
         """
+        now = self._sample()
         # A nan is equal to a nan here: the optimizer has made it.
         return self._after is not None and not torch.allclose(
-            self._after, self._sample(), rtol=0.0, atol=0.0, equal_nan=True
+            self._after, now, rtol=0.0, atol=0.0, equal_nan=True
         )
+
+    def is_foreign(self) -> bool:
+        """Call when the loop is over: whether others' parameters were left in, such as averaged
+        ones. A loop that clips its weights after each step has changed them before most steps."""
+        return self.changed() and 2 * self._steps_after_change <= self._steps
 
     def before_step(self) -> None:
         """Call before the optimizer's step: compares with the end of the last boundary."""
+        self._steps += 1
         if self._marks != (addresses_of(self._sampled), self._versions()) and self.changed():
+            self._steps_after_change += 1
             self._warn(
                 "something else than the optimizer has changed the parameters since the last step;"
                 " the change travels to all learners. If averaged or best weights were swapped in,"
@@ -196,6 +206,8 @@ class WeightWatch:
         addresses = addresses_of(self._sampled)
         if addresses != self._addresses:  # As after model.to(...).
             device = self._sampled[0].device
+            if self._after is not None and self._after.device != device:
+                self._before = self._after = self._step = None  # They are on another device.
             near = [tensor for tensor in self._sampled if tensor.device == device]
             self._elements = [_elements(local_part(tensor)) for tensor in near]
             self._addresses = addresses

@@ -20,6 +20,9 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from narrows.learner.exchange import Exchange
 from narrows.learner.island import HostIsland
 from narrows.learner.ranks.agreement import (
@@ -170,6 +173,7 @@ class RanksExchange:
         is_disowned = bool(self._agreed().disowned)
         self._lead(lambda: self._leave(int(late.tokens), timeout_s, is_disowned))
         self._coming = None
+        self._ranks.leave()
 
     def _leave(self, late_tokens: int, timeout_s: float | None, disowned: bool) -> None:
         self._leader.count(late_tokens)
@@ -181,18 +185,21 @@ class RanksExchange:
         if self._exchange is not None:
             self._exchange.abort()
         if self._coming is None:
+            self._ranks.leave()
             return
         self._coming = None
         self._said = self._said._replace(health=max(self._said.health, HEALTHS.index("ended")))
-        self._ranks.keep_for_ever()
-        if self._ranks.apart:
-            return
         try:
-            self._begun.append(self._ranks.start_sum(self._vector(Doing.BREAKING_OFF)))
+            # In the middle of an exchange the others do not listen.
+            if not self._ranks.apart:
+                self._begun.append(self._ranks.start_sum(self._vector(Doing.BREAKING_OFF)))
             for each in self._begun:
                 read_vector(each(LINGER))
         except NarrowsError as error:
-            _log.error("%s", error)
+            if not self._ranks.apart:
+                _log.error("%s", error)
+        finally:
+            self._ranks.leave()
 
     def write_inputs(self) -> None:
         """As `Link.write_inputs`; the leader alone has inputs."""
@@ -232,23 +239,32 @@ class RanksExchange:
         return self._agreed()
 
     def _ask(self, batch: object) -> Callable[[], bool]:
-        """Begins to ask whether all ranks have a batch."""
+        """Begins to ask whether all ranks have a batch. Once this one has left nobody answers."""
+        if self._coming is None:
+            return lambda: batch is not MISSING
         said = self._start(Doing.ASKING, Said(exhausted=batch is MISSING))
         return lambda: not said().exhausted
 
     def _start(self, doing: Doing, said: Said) -> Callable[[], Said]:
-        begun = self._ranks.start_sum(self._vector(doing, said))
+        summed = self._sum(self._vector(doing, said))
+        return lambda: summed()[1]
+
+    def _sum(self, vector: NDArray[np.float64]) -> Callable[[], tuple[Order, Said]]:
+        """Begins to sum what all ranks say."""
+        begun = self._ranks.start_sum(vector)
         self._begun.append(begun)
 
-        def agreed() -> Said:
+        def summed() -> tuple[Order, Said]:
             values = begun(TIMEOUT)
             if begun in self._begun:
                 self._begun.remove(begun)
-            return read_vector(values)[1]
+            return read_vector(values)
 
-        return agreed
+        return summed
 
-    def _vector(self, doing: Doing, said: Said = NOTHING_SAID, order: Order = NO_ORDER) -> Any:
+    def _vector(
+        self, doing: Doing, said: Said = NOTHING_SAID, order: Order = NO_ORDER
+    ) -> NDArray[np.float64]:
         return vector_of(said, self._ranks.rank, self._ranks.size, self._steps, doing, order)
 
     def _leaders_part(self) -> Said:
@@ -298,8 +314,7 @@ class RanksExchange:
         """All ranks hear the leader's order, and how it sees the run."""
         said = self._leaders_part()
         with self._ranks.exchanging():
-            values = self._ranks.start_sum(self._vector(Doing.EXCHANGING, said, order))(TIMEOUT)
-            order, self._said = read_vector(values)
+            order, self._said = self._sum(self._vector(Doing.EXCHANGING, said, order))()
         return order
 
     def _tell_fragment(self, act: Act, fragment: Fragment, keep: float) -> None:

@@ -5,7 +5,7 @@ days: a run may begin as late as it likes. A rank that dies closes its connectio
 notice at once; one that hangs is noticed by training's own collectives.
 
 Vectors that ranks agree on go over gloo. So do fragments of parameters in host memory; those on
-GPUs go over NCCL.
+GPUs go over NCCL, if each rank has one of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -67,6 +68,20 @@ def is_one_of_several() -> bool:
             remedy="Initialise it first. For a learner of one process unset WORLD_SIZE.",
         )
     return False
+
+
+def gpu_number(tensors: Sequence[Tensor]) -> int:
+    """A number that the GPU of these tensors alone has; 0: they are not all on GPUs."""
+    if not all(tensor.is_cuda for tensor in tensors):
+        return 0
+    uuid = torch.cuda.get_device_properties(tensors[0].device).uuid
+    return xxhash.xxh3_64_intdigest(str(uuid).encode()) >> 1  # It must fit into int64.
+
+
+def backend_of(gpus: Sequence[int]) -> str:
+    """The backend that moves fragments between ranks with these GPUs (`gpu_number`). NCCL refuses
+    two ranks on one card."""
+    return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
 
 
 def counts_tokens(parameters: Parameters, data_parallel: Any) -> bool:
@@ -155,18 +170,21 @@ class Ranks:
         """An exception has come out of the middle of an exchange: nobody knows how far it came."""
         self._words = dist.new_group(backend="gloo", timeout=TIMEOUT)
         """Carries vectors of one size, and nothing else once the constructor is left."""
+        self._works: dict[int, Any] = {}
+        """The sums under way over `_words`, by number. Nobody else may refer to one: it would keep
+        the connections of its group open."""
+        self._number = 0
+        self._left = False
         self._table: tuple[Fragment, ...] = ()
         layout = parameters.layout
-        on_gpu = all(tensor.is_cuda for tensor in parameters.tensors)
         own = int(fingerprint(layout)[:15], 16)  # It must fit into int64.
-        told = self._told_by_all([own, on_gpu])
+        told = self._told_by_all([own, gpu_number(parameters.tensors)])
         check_same_model([f"{each[0]:x}" for each in told])
+        backend = backend_of([each[1] for each in told])
         self._device = torch.device("cpu")
         """Where fragments travel from and to."""
-        backend = "gloo"
-        if all(each[1] for each in told):
+        if backend == "nccl":
             self._device = parameters.tensors[0].device
-            backend = "nccl"
         self._carrier = dist.new_group(backend=backend, timeout=TIMEOUT)
         boxes = [box_here(tensor) for tensor in parameters.tensors]
         flat = [number for box in boxes for run in box for number in run]
@@ -193,11 +211,13 @@ class Ranks:
                 remedy="Start all ranks again: nobody knows how far that came.",
             )
         with self._named():
-            work = dist.all_reduce(torch.from_numpy(values), group=self._words, async_op=True)
+            number = self._under_way(
+                dist.all_reduce(torch.from_numpy(values), group=self._words, async_op=True)
+            )
 
         def summed(timeout: timedelta) -> NDArray[np.float64]:
             with self._named():
-                _wait(work, timeout)
+                self._wait(number, timeout)
             return values
 
         return summed
@@ -217,8 +237,28 @@ class Ranks:
         own = torch.tensor(numbers, dtype=torch.int64)
         told = [torch.zeros_like(own) for _ in range(self.size)]
         with self._named():
-            _wait(dist.all_gather(told, own, group=self._words, async_op=True))
+            gathering = dist.all_gather(told, own, group=self._words, async_op=True)
+            self._wait(self._under_way(gathering))
         return [each.tolist() for each in told]
+
+    def _under_way(self, work: Any) -> int:
+        """The number of a work over `_words`."""
+        self._number += 1
+        self._works[self._number] = work
+        return self._number
+
+    def _wait(self, number: int, timeout: timedelta = TIMEOUT) -> None:
+        """Waits for the other ranks, and lets signals in meanwhile. Raises RuntimeError."""
+        waited = timedelta()
+        while number in self._works:
+            if self._works[number].is_completed() or waited >= timeout:
+                self._works[number].wait(LOOK)
+                del self._works[number]
+                return
+            # It is not complete, or the line above raises what it met.
+            with suppress(RuntimeError):
+                self._works[number].wait(LOOK)
+            waited += LOOK
 
     @contextmanager
     def _named(self) -> Generator[None]:
@@ -363,11 +403,29 @@ class Ranks:
             offset += block.elements
         return torch.from_numpy(packed).to(self._device)
 
-    def keep_for_ever(self) -> None:
-        """Keeps the groups until the process ends. Their destructors would wait for work that other
-        ranks never come to, because they wait for this process to end. For one rank alone."""
-        for group in (self._words, self._carrier):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    def leave(self) -> None:
+        """Ends the groups; ranks that wait for this one hear of it, because its connections close.
+        For one rank alone. A second call is harmless.
+
+        A group with work on its way is kept until the process ends. Its destructor would wait for
+        other ranks, and they may never come, because they wait for this process to end.
+        """
+        if self._left:
+            return
+        self._left = True
+        is_quiet = all(each.is_completed() for each in self._works.values())
+        # gloo's destructor does not wait for a transfer that was broken off; NCCL's may.
+        is_still = not self.apart or self._device.type == "cpu"
+        groups = ((self._words, is_quiet), (self._carrier, is_still))
+        del self._words, self._carrier
+        for group, is_idle in groups:
+            if is_idle:
+                with suppress(ValueError):  # The program has ended all groups before.
+                    dist.destroy_process_group(group)
+            else:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        if is_quiet:
+            self._works.clear()
 
 
 def encoded(fields: Mapping[str, str]) -> bytes:
@@ -378,16 +436,6 @@ def encoded(fields: Mapping[str, str]) -> bytes:
 def _rows(block: Block, part: Tensor) -> Tensor:
     """A block of what this rank holds of a tensor, in its shape, sharing its memory."""
     return part.reshape(1) if not part.dim() else part[block.rows]
-
-
-def _wait(work: Any, timeout: timedelta = TIMEOUT) -> None:
-    """Waits for the other ranks, and lets signals in meanwhile. Raises RuntimeError."""
-    waited = timedelta()
-    while not work.is_completed() and waited < timeout:
-        with suppress(RuntimeError):  # It is not complete, or the next line raises what it met.
-            work.wait(LOOK)
-        waited += LOOK
-    work.wait(LOOK)
 
 
 def _parts(blocks: Sequence[Block], flat: Tensor) -> list[Tensor]:

@@ -19,5 +19,5 @@ if __name__ == "__main__":
     if ranks.rank == 0:
         dist.all_reduce(torch.zeros(1))  # Training's own.
     ranks.start_sum(np.zeros(4))
-    ranks.keep_for_ever()
+    ranks.leave()
     raise RuntimeError("this rank ends")

@@ -158,6 +158,7 @@ def learn(folder: Path, name: str, broker: str, island: Island, rank: int) -> No
         events=folder / f"{name}.jsonl" if rank == 0 else None,
         leave_timeout_s=island.leave_timeout_s, **more,
     )  # fmt: skip
+    groups_during = len(dist.distributed_c10d._world.pg_map)
     order = rank if batches_differ is None else batches_differ.get_local_rank()
     generator = torch.Generator().manual_seed(0 if island.same_batches else 1 + order)
     pace = threading.Event()
@@ -195,6 +196,7 @@ def learn(folder: Path, name: str, broker: str, island: Island, rank: int) -> No
         "counts": rank in counting(island),
         "health": learner.health, "stats": learner.stats(), "island": asdict(island),
         "metrics": learner.metrics(),
+        "groups_left": groups_during - len(dist.distributed_c10d._world.pg_map),
     }  # fmt: skip
     (folder / f"{name}.{rank}.json").write_text(json.dumps(told))
     if island.kind != "solo":

@@ -42,6 +42,7 @@ def check_whole_run(site: Site, island: Island, *, merged: int) -> None:
     leader = ranks[0]
     assert {each["steps"] for each in ranks} == {leader["steps"]}
     assert {each["health"] for each in ranks} == {"final"}
+    assert {each["groups_left"] for each in ranks} == {2}, "a learner keeps its groups"
     assert {each["metrics"]["narrows/progress"] for each in ranks} == {1.0}
     assert all(each["rates"] == leader["rates"] for each in ranks), "ranks have clocks of their own"
     assert len(set(leader["rates"])) > 1

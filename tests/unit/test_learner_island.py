@@ -171,6 +171,42 @@ def test_the_rounding_of_parameters_does_not_travel(dtype: torch.dtype, on_devic
     assert moved.size and moved.max() < 30 * 70
 
 
+@pytest.mark.parametrize("moves_at", range(5))
+@pytest.mark.parametrize("to_device", [False, True])
+def test_a_model_that_moves_to_another_device_has_the_bits_of_one_that_stays(
+    to_device: bool, moves_at: int
+) -> None:
+    """Holds `TorchIsland.snapshot`, `TorchIsland.prepare`, `TorchIsland.adopt`."""
+    rng = np.random.default_rng(4)
+    start = rng.standard_normal(FRAGMENT.elements).astype(np.float32)
+    work = 1e-3 * rng.standard_normal(FRAGMENT.elements).astype(np.float32)
+    results: list[bytes] = []
+    for moves in (False, True):
+        model = Model(device=DEVICE[not to_device])
+        parameters = Parameters(model)
+        island = TorchIsland(parameters, on_device=not to_device)
+        old = filled(island, start)
+        parameters.write(FRAGMENT, start + work)
+        for stage in range(5):
+            if moves and stage == moves_at:
+                model.to(DEVICE[to_device])
+                island._on_device = to_device
+            match stage:
+                case 0:
+                    push = island.snapshot(FRAGMENT, old, 0, SETTINGS)(map)
+                case 1:
+                    new = island.copy(FRAGMENT, start * np.float32(1.01))
+                case 2:
+                    prepared = island.prepare(FRAGMENT, Adoption(old, new, push, 0.5, False))
+                case 3:
+                    island.adopt(FRAGMENT, prepared)
+                case 4:
+                    newer = island.copy(FRAGMENT, start * np.float32(1.02))
+                    adopt(island, Adoption(new, newer, push, 0.5, True))
+        results.append(island.read(FRAGMENT).tobytes())
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_gpu_path_has_the_bits_of_the_cpu(codec: CodecName, transposed: bool) -> None:

@@ -154,6 +154,29 @@ def test_averaged_weights_that_are_left_in_are_noticed(caplog: pytest.LogCapture
     assert not moved.watch.changed(), "nobody but the optimizer has spoilt them"
 
 
+def test_a_loop_that_clips_its_weights_after_each_step_leaves_its_own() -> None:
+    """Holds `WeightWatch.is_foreign`."""
+    clipped = Watched(small())
+    swapped = Watched(small())
+
+    def scale(watched: Watched) -> None:
+        with torch.no_grad():
+            for tensor in watched.model.parameters():
+                tensor.mul_(0.9)
+
+    for step in range(12):
+        clipped.step()
+        swapped.step()
+        if step % 3 < 2:  # At times there is nothing to clip.
+            scale(clipped)
+        if step in (5, 11):
+            scale(swapped)
+    clipped.step()
+    scale(clipped)
+    assert clipped.watch.changed() and not clipped.watch.is_foreign()
+    assert swapped.watch.is_foreign()
+
+
 def test_buffers_that_change_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     """Holds `WeightWatch.look_at_buffers`."""
     model = small()
@@ -187,3 +210,21 @@ def test_parameters_that_train_and_do_not_travel_are_named(
     Watched(whole, torch.optim.SGD([*whole.parameters(), outside], lr=0.1)).step()
     (line,) = caplog.messages
     assert "shape (3,) outside of the model" in line
+
+
+def test_samples_of_a_model_that_was_elsewhere_are_forgotten(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Holds `WeightWatch.before_step`: a device cannot compare with what is on another one."""
+    model = small()
+    watched = Watched(model)
+    watched.step()
+    watched.step()
+    watch = watched.watch
+    assert watch._after is not None and watch._step is not None
+    for name in ("_after", "_step"):
+        setattr(watch, name, getattr(watch, name).to("meta"))
+    model.head.weight.data = model.head.weight.detach().clone()
+    watched.step()
+    watched.step(lambda tensor: tensor + 0.1)
+    assert not watch.changed() and not caplog.records

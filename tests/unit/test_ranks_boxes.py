@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrows.learner.ranks.boxes import Block, Box, Cut, Holdings, box_of
+from narrows.learner.ranks.meeting import backend_of
 from narrows.proto.codec import F32
 from narrows.proto.errors import LocalProtocolError
 from narrows.proto.layout import Fragment, build_table
@@ -197,3 +198,13 @@ def test_ranks_that_do_not_hold_a_tensor_between_them_are_refused(boxes: list[Bo
     """Holds `Holdings`."""
     with pytest.raises(LocalProtocolError, match=r"'w'.*\(4, 3\).*rank 0.*rank 1.*fully_shard"):
         Holdings(["w"], [(4, 3)], [[box] for box in boxes])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backend"),
+    [([7, 8, 9], "nccl"), ([7, 8, 7], "gloo"), ([7, 0], "gloo"), ([0, 0], "gloo")],
+    ids=["a card each", "two on one card", "one in host memory", "all in host memory"],
+)
+def test_only_ranks_that_have_a_card_each_use_nccl(gpus: list[int], backend: str) -> None:
+    """Holds `backend_of`."""
+    assert backend_of(gpus) == backend
