@@ -74,7 +74,7 @@ class FragmentsSection(Struct, frozen=True, forbid_unknown_fields=True):
     """Share of the steps made since the snapshot that an adoption keeps (Streaming DiLoCo)."""
     handover: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Share of Adam's first moments that an adoption replaces by the published movement, for Adam
-    and AdamW. 0: none. 0.5 wants a peak learning rate 1.25 to 1.5 times as high."""
+    and AdamW. 0: none. 0.5 helps short runs and unequal sites."""
 
 
 class MergeSection(Struct, frozen=True, forbid_unknown_fields=True):
