@@ -271,6 +271,7 @@ class Job:
 
         self.source = Parameters(nn.Linear(8, 8))
         self.layout = self.source.layout
+        self.hand_over = None
         self.made_tokens = 0
         self._course = course
         self._begun_s = 0.0

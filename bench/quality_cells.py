@@ -12,23 +12,34 @@ from typing import Final
 
 TWO: Final = "1:1"
 FOUR: Final = "1:1:1:1"
+EIGHT: Final = "1:1:1:1:1:1:1:1"
 
-UNEQUAL: Final = (
+MIXES: Final = (
     (FOUR, "nobody"),
     (FOUR, "one"),
+    (FOUR, "each"),
     ("4:1", "nobody"),
     ("10:1", "nobody"),
     ("10:1:1", "nobody"),
-    ("1", "nobody"),
 )
-"""Speeds and the dead. The equal learners stand beside the unequal ones; the lone fast learner is
-last."""
-UNEQUAL_BATCHES: Final = 2400
+"""Speeds and the dead. The equal learners stand beside the unequal ones."""
+MIXED_BATCHES: Final = 2400
 """Batches of all learners together, in each of these cells."""
-
 
 SEARCH_FIRST_SEED: Final = 101
 """Cells that choose a setting have seeds from here on, and none that is reported."""
+REPORT_FIRST_SEED: Final = 201
+"""Cells that are reported have seeds from here on."""
+
+SEARCHED_BETA1: Final = (0.8, 0.9, 0.95)
+SEARCHED_PEAKS: Final = (0.75, 1.0, 1.5)
+LENGTHS: Final = (1000, 3000)
+"""Steps of the runs that were searched."""
+BEST_BETA1: Final = 0.8
+"""Adam's best beta1, of data parallel and of runs, at both lengths, as their searches found it. The
+best peak of both was the preset's."""
+HANDOVER: Final = 0.5
+"""The hand-over that is measured beside none."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +51,20 @@ class QualityCell:
     keep: float = 0.5
     dead: str = "nobody"
     """Learners that are killed again and again, and dead half of the time: nobody, one, or each in
-    turn."""
+    turn. "late" is one that joins after a quarter of the run."""
     steps: int = 1000
     """Steps of all learners together, each of a batch from everybody: what data parallel makes."""
-    seeds: int = 6
+    seeds: int = 8
     preset: str = "nano"
     peak: float = 1.0
     """Peak learning rate, in units of the preset's."""
-    beta1: float = 0.9
+    beta1: float = BEST_BETA1
     """Adam's decay of the first moment."""
-    first_seed: int = 1
+    beta2: float = 0.95
+    """Adam's decay of the second moment."""
+    handover: float = 0.0
+    """`fragments.handover`: share of Adam's first moment that an adoption rebuilds."""
+    first_seed: int = REPORT_FIRST_SEED
     """Seeds that choose a setting are not those that judge it."""
 
     @property
@@ -61,21 +76,21 @@ class QualityCell:
         return self.speeds.count(":") + 1
 
 
-def equal_cells(seeds: int) -> list[QualityCell]:
-    """Learners of one speed: two or four, calm or each dead half of the time, and longer runs."""
-    cells = [
-        QualityCell(speeds, keep, dead, seeds=seeds)
-        for speeds in (TWO, FOUR)
-        for dead in ("nobody", "each")
-        for keep in (0.5, 0.7)
-    ]
-    cells += [QualityCell(FOUR, keep, steps=3000, seeds=seeds) for keep in (0.5, 0.7)]
-    return [*cells, QualityCell(FOUR, dead="one", seeds=seeds)]
+def rival(cell: QualityCell) -> QualityCell:
+    """Data parallel beside a cell, with the best settings of its search."""
+    return QualityCell(
+        ":".join("1" * cell.learners),
+        steps=cell.steps,
+        seeds=cell.seeds,
+        preset=cell.preset,
+        beta2=cell.beta2,
+        first_seed=cell.first_seed,
+    )
 
 
 def searched_cells(seeds: int) -> list[QualityCell]:
-    """The search of data parallel's own settings: beta1 by peak, at two lengths."""
-    settings = product((1000, 3000), (0.8, 0.9, 0.95), (0.75, 1.0, 1.5))
+    """The search of data parallel's own settings, at two lengths."""
+    settings = product(LENGTHS, SEARCHED_BETA1, SEARCHED_PEAKS)
     return [
         QualityCell(
             FOUR, steps=steps, seeds=seeds, peak=peak, beta1=beta1, first_seed=SEARCH_FIRST_SEED
@@ -84,7 +99,20 @@ def searched_cells(seeds: int) -> list[QualityCell]:
     ]
 
 
-def unequal_cells(seeds: int) -> list[QualityCell]:
-    """The mixes of UNEQUAL."""
-    mixes = [QualityCell(speeds, dead=dead, seeds=seeds) for speeds, dead in UNEQUAL]
-    return [replace(each, steps=UNEQUAL_BATCHES // each.learners) for each in mixes]
+def site_cells(seeds: int) -> list[QualityCell]:
+    """Two, four and eight equal sites, at two lengths; with the hand-over, and without."""
+    cells = []
+    for steps, speeds in product(LENGTHS, (TWO, FOUR, EIGHT)):
+        plain = QualityCell(speeds, steps=steps, seeds=seeds)
+        cells += [plain, replace(plain, handover=HANDOVER)]
+    return cells
+
+
+def mixed_cells(seeds: int) -> list[QualityCell]:
+    """MIXES and newcomers; with the hand-over, and without."""
+    cells = [
+        QualityCell(speeds, dead=dead, steps=MIXED_BATCHES // (speeds.count(":") + 1), seeds=seeds)
+        for speeds, dead in MIXES
+    ]
+    cells += [QualityCell(FOUR, dead="late", beta2=beta2, seeds=seeds) for beta2 in (0.95, 0.999)]
+    return [each for cell in cells for each in (cell, replace(cell, handover=HANDOVER))]

@@ -17,6 +17,7 @@ from narrows.bench.quality_cells import QualityCell
 from narrows.bench.reference.gpt import GPT, PRESETS, learning_rate, make_optimizer
 from narrows.bench.reference.text import Text, Tokens, load_text
 from narrows.bench.sim.run import Plan, Simulation, Site
+from narrows.learner.handover import AdamMoments
 from narrows.learner.loop import ramp_steps
 from narrows.learner.parameters import Parameters
 from narrows.learner.session import Session
@@ -54,19 +55,22 @@ def train(cell: QualityCell, seed: int) -> Trained:
     speeds = [float(each) for each in cell.speeds.split(":")]
     step_tokens = cell.learners * preset.batch * preset.context
     settings: dict[str, object] = {
-        "run.learners_at_start": cell.learners,
+        "run.learners_at_start": cell.learners - (cell.dead == "late"),
         "run.goal_tokens": cell.steps * step_tokens,
         "run.tokens_per_run_step": step_tokens,
         "fragments.keep": cell.keep,
+        "fragments.handover": cell.handover,
     }
     steps_s = [STEP_S * max(speeds) / speed for speed in speeds]
     marks: list[float] = []
     plan = Plan(seed, settings, steps_s, partial(Student, cell, marks))
     plan.ends = 20 * STEP_S * cell.steps
-    for index in range({"nobody": 0, "one": 1, "each": cell.learners}[cell.dead]):
+    for index in range({"one": 1, "each": cell.learners}.get(cell.dead, 0)):
         begins_s = AWAY_PERIOD_S * (index + 0.5) / cell.learners
         for at_s in np.arange(begins_s, plan.ends, AWAY_PERIOD_S).tolist():
             plan.befalls(at_s, index, Site.die, AWAY_PERIOD_S / 2)
+    if cell.dead == "late":
+        plan.befalls(STEP_S, cell.learners - 1, Site.die, STEP_S * cell.steps / 4)
     with TemporaryDirectory(prefix="narrows-bench-") as folder:
         run = Simulation(plan, Path(folder))
         run.until(plan.ends)
@@ -84,7 +88,7 @@ def train_data_parallel(cell: QualityCell, seed: int) -> list[float]:
     preset = PRESETS[cell.preset]
     model = GPT(preset, seed=seed)
     peak = cell.peak * preset.peak_learning_rate
-    optimizer = make_optimizer(model, peak, cell.beta1)
+    optimizer = make_optimizer(model, peak, (cell.beta1, cell.beta2))
     readers = [
         text().tokens(batch=preset.batch, context=preset.context, order=f"{seed}:learner-{index}")
         for index in range(cell.learners)
@@ -102,6 +106,14 @@ def train_data_parallel(cell: QualityCell, seed: int) -> list[float]:
     return [*losses, model.validation_loss(windows(cell))]
 
 
+def tokens_per_param(cell: QualityCell) -> float:
+    """Tokens that a run learns from, for each parameter."""
+    preset = PRESETS[cell.preset]
+    with torch.device("meta"):
+        elements = sum(each.numel() for each in GPT(preset).parameters())
+    return cell.steps * cell.learners * preset.batch * preset.context / elements
+
+
 class Student:
     """One life of a learner, with the reference worker's model, text and schedule."""
 
@@ -114,9 +126,10 @@ class Student:
         seed = site.run.plan.seed
         self.model = GPT(self.preset, seed=seed)
         self._peak = cell.peak * self.preset.peak_learning_rate
-        self.optimizer = make_optimizer(self.model, self._peak, cell.beta1)
+        self.optimizer = make_optimizer(self.model, self._peak, (cell.beta1, cell.beta2))
         self.source = Parameters(self.model)
         self.layout = self.source.layout
+        self.hand_over = AdamMoments(self.source, [self.optimizer]).hand_over
         self._order = f"{seed}:learner-{site.index}"
         self._steps = 0
 

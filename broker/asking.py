@@ -11,7 +11,7 @@ import zmq
 from narrows.proto.config import parse_address
 from narrows.proto.errors import BrokerUnreachable, ErrorCode, NarrowsError, Refused
 from narrows.proto.keys import SiteKey, servers_of
-from narrows.proto.messages import CONTROL_BYTES_MAX, AskStatus, Refuse, Status
+from narrows.proto.messages import CONTROL_BYTES_MAX, AskStatus, Phase, Refuse, Status
 from narrows.proto.sockets import Dial, Kind, needs_ipv6
 from narrows.proto.wire import decode_control, encode_control
 
@@ -52,9 +52,7 @@ class Asker:
 
     def _connect(self, server: str, until: float) -> Status:
         ipv6 = needs_ipv6(self._address)
-        self._dial = Dial(
-            self._context, Kind.LEARNER_CONTROL, self._address, self._key, server, ipv6=ipv6
-        )
+        self._dial = Dial(self._context, Kind.ASKER, self._address, self._key, server, ipv6=ipv6)
         try:
             return self._ask(self._dial, until)
         except BaseException:
@@ -73,7 +71,11 @@ class Asker:
         now = time.monotonic()
         dial.look(now)
         while dial.socket.poll(0):
-            dial.socket.recv_multipart()  # The answer to a question that was given up.
+            # The answer to a question that was given up, or the last words of a broker: it ends
+            # with its run, maybe between two questions, and tells so unasked.
+            said = decode_control(dial.socket.recv_multipart(), CONTROL_BYTES_MAX)
+            if isinstance(said, Status) and said.phase == Phase.ENDED:
+                return said
         if dial.connected:
             self._send(dial)
         while now < until:

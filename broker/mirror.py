@@ -1,16 +1,15 @@
 """Copies a state directory to an object store while its broker runs, and makes one of the copy.
 
     latest.json                     the manifest: the parts of each file, the pieces of the rows
-    previous.json                   the manifest before it
     packs/00000012.pack/0-4096-...  one part of a file of the state directory
     rows/812-...                    rows of the database, up to round 812
 
 Objects never change, and no name is used twice; a manifest goes up after all that it names. So a
-copy is whole or is not there. What two manifests do not name any more is deleted.
+copy is whole or is not there. What neither it nor the one before names any more is deleted.
 
 The database grows for months, and almost all of its rows are final. So each push sends the rows
-since the one before. It joins them with the last pieces while these have no more rounds: pieces
-stay few, and a row is sent at most a dozen times, whatever the run's age.
+since the one before. It joins them with the last pieces while these have no more rows: pieces stay
+few, and a row is sent at most a dozen times, whatever the run's age.
 
 The mirror reads. It writes nothing into the state directory, and its reading transactions hold up
 no commit, because the database has a write-ahead log.
@@ -30,6 +29,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, Literal, TypeAlias
 
 import msgspec
@@ -49,10 +49,9 @@ if TYPE_CHECKING:  # They are types alone.
     from obstore import PutMode, UpdateVersion
 
 LATEST: Final = "latest.json"
-PREVIOUS: Final = "previous.json"
 
-ROUNDS_MAX: Final = 4096
-"""Rounds of a piece that is not joined with another one any more: they fit into the memory."""
+ROWS_MAX: Final = 1 << 16
+"""Rows of a piece that is not joined with another one any more. In the memory they take 100 MB."""
 PART_BYTES: Final = 16 << 20
 """Most bytes of a part. The memory holds PARTS_AT_ONCE of them."""
 PART_TIMEOUT: Final = timedelta(minutes=5)
@@ -106,11 +105,8 @@ class Piece(msgspec.Struct, frozen=True):
 
     since: int
     until: int
+    rows: int
     key: str
-
-    @property
-    def rounds(self) -> int:
-        return self.until - self.since
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -270,14 +266,21 @@ class Mirror:
             return manifest, {}
         pieces = list(before.pieces)
         since = before.seq
-        while pieces and pieces[-1].rounds <= min(manifest.seq - since, ROUNDS_MAX - 1):
-            since = pieces.pop().since
-        for first in range(since, max(manifest.seq, since + 1), ROUNDS_MAX):
-            until = min(first + ROUNDS_MAX, manifest.seq)
-            piece = Piece(first, until, self._key(f"rows/{until}"))
-            rows = zstandard.compress(msgspec.msgpack.encode(_rows(history, first, until)))
-            unsent[piece.key] = partial(bytes, rows)
+        new_rows = sum(rows for _, rows in _cuts(history, since))
+        while pieces and pieces[-1].rows <= min(new_rows, ROWS_MAX - 1):
+            last = pieces.pop()
+            since = last.since
+            new_rows += last.rows
+        # Compressed, the rows of a long run with many learners would still fill the memory.
+        spool = open_files.enter_context(TemporaryFile())
+        for until, rows in _cuts(history, since) or [(manifest.seq, 0)]:
+            piece = Piece(since, until, rows, self._key(f"rows/{until}"))
             pieces.append(piece)
+            start = spool.tell()
+            spool.write(zstandard.compress(msgspec.msgpack.encode(_rows(history, since, until))))
+            unsent[piece.key] = partial(_read, spool, start, spool.tell())
+            since = until
+        spool.flush()
         return replace(manifest, pieces=tuple(pieces)), unsent
 
     def _check_goes_on(self, history: History, run_id: str, before: Manifest) -> None:
@@ -316,8 +319,6 @@ class Mirror:
                 got=f"one as of round {_decoded(there).seq}" if there else "none",
                 remedy="Stop one of the two. The copy there is whole",
             )
-        if there:
-            obstore.put(self._store, PREVIOUS, there)
         self._tried = msgspec.json.encode(manifest)
         try:
             # A manifest that came in between makes this fail, and the next push finds it.
@@ -349,6 +350,19 @@ def _read(file: BinaryIO, start: int, end: int) -> bytes:
     if len(data) < end - start:
         raise files.damaged(Path(file.name), expected=f"{end} bytes", got="a shorter file")
     return data
+
+
+def _cuts(history: History, since: int) -> list[tuple[int, int]]:
+    """The last round and the number of rows of each piece of what comes after a round. A piece has
+    at most ROWS_MAX rows and those of one round more."""
+    rows = history.query(
+        "SELECT max(seq), sum(count) FROM (SELECT seq, count(*) AS count,"
+        " sum(count(*)) OVER (ORDER BY seq) / :most AS piece FROM rounds LEFT JOIN contributions"
+        " USING (seq) WHERE seq > :since GROUP BY seq) GROUP BY piece ORDER BY piece",
+        since=since,
+        most=ROWS_MAX,
+    )
+    return [(until, count) for until, count in rows]
 
 
 def _rows(history: History, since: int, until: int) -> Tables:

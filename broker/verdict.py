@@ -11,6 +11,7 @@ from typing import Final, Literal, NamedTuple
 
 from narrows.proto.errors import ErrorCode
 from narrows.proto.messages import LearnerState, LearnerStatus, Phase, RefusalStatus, Status
+from narrows.proto.timing import HEARD_S, HELLO_S
 from narrows.proto.units import Size
 
 EVIDENCE_S: Final = 30.0
@@ -37,9 +38,6 @@ SLOW_COMMIT_S: Final = 0.1
 BYTES_PER_PARAMETER: Final = 12
 """Bytes of a whole state of a fragment: three float32 for each parameter."""
 
-KNOCKS: Final = "its operator: "
-"""A line of what a run waits for begins with it where a learner of another run knocks."""
-
 NAMED_MAX: Final = 3
 """Most learners in one sentence."""
 
@@ -55,6 +53,9 @@ SESSION_CODES: Final = (
     ErrorCode.OVER_CAPACITY,
 )
 """Refusals that keep a learner out."""
+
+RESTART_TIMES: Final = HEARD_S / HELLO_S + 1
+"""Refusals that a learner gets which is started again at once: its name is still in use."""
 
 
 class Verdict(NamedTuple):
@@ -75,6 +76,18 @@ def verdict(status: Status) -> Verdict:
         if found is not None:
             return found
     return _well(status)
+
+
+def learner_text(learner: LearnerStatus) -> tuple[str, str]:
+    """A word for how a learner is, and the same with the reason and since when. The word is its
+    state, unless its line is cut one way: then the state alone would look well."""
+    word, since_s = learner.state, learner.since_s
+    if learner.no_version_s >= EVIDENCE_S:
+        word, since_s = "line down cut", learner.no_version_s
+    if learner.no_data_s >= EVIDENCE_S:
+        word, since_s = "line up cut", learner.no_data_s
+    reason = f": {learner.reason}" if learner.reason else ""
+    return word, f"{word}{reason}, {duration(since_s)}"
 
 
 def duration(seconds: float) -> str:
@@ -105,6 +118,19 @@ def _disk_refuses(status: Status) -> Verdict | None:
         " on, nothing is lost"
     )
     return Verdict("bad", text, remedy)
+
+
+def _snapshots_fail(status: Status) -> Verdict | None:
+    disk = status.disk
+    if not disk.snapshot_error or disk.snapshot_error_s < EVIDENCE_S:
+        return None
+    since = duration(disk.snapshot_error_s)
+    text = f"The broker's disk has taken no snapshot for {since}: {disk.snapshot_error}"
+    remedy = (
+        "Make room on the disk of the state directory, or mend what the error names; versions are "
+        "written, but it fills, and the next start takes longer"
+    )
+    return Verdict("warning", text, remedy)
 
 
 def _disk_hangs(status: Status) -> Verdict | None:
@@ -234,10 +260,10 @@ def _line_up_is_cut(status: Status) -> Verdict | None:
     if not cut:
         return None
     since_s = max(each.no_data_s for each in cut.values())
-    announces = _verb(cut, "it announces", "they announce")
-    text = (
-        f"Nothing has come up from {named(cut)} for {duration(since_s)}, though {announces} pushes"
-    )
+    waits = _verb(cut, "it announces pushes", "they announce pushes")
+    if status.phase == Phase.SEEDING:
+        waits = "it is to send version 0"
+    text = f"Nothing has come up from {named(cut)} for {duration(since_s)}, though {waits}"
     remedy = (
         f"See whether a firewall closes the broker's uplink port {status.uplink_port}, and whether "
         "the line carries"
@@ -268,12 +294,10 @@ def _is_stuck(status: Status) -> Verdict | None:
     if not gap_s or since_s < max(EVIDENCE_S, STUCK_GAPS * gap_s):
         return None
     text = f"There has been no new version for {duration(since_s)}"
-    # No round waits for a learner of another run that knocks.
-    waits = [line for line in status.waiting_for if not line.startswith(KNOCKS)]
-    if not waits:
+    if not status.waiting_for:
         return Verdict("bad", text, "See the broker's log")
     remedy = "See that learner; if it is not to be waited for, lower merge.quorum"
-    return Verdict("bad", f"{text}: the run waits for {waits[0]}", remedy)
+    return Verdict("bad", f"{text}: the run waits for {status.waiting_for[0]}", remedy)
 
 
 def _makes_no_steps(status: Status) -> Verdict | None:
@@ -306,24 +330,39 @@ def _is_not_heard(status: Status) -> Verdict | None:
 
 
 def _was_refused(status: Status) -> Verdict | None:
-    kept_out = [each for each in status.refused if _is_kept_out(status, each)]
-    if not kept_out:
+    refused = kept_out(status)
+    if not refused:
         return None
-    newest = min(kept_out, key=lambda each: each.ago_s)
-    who = newest.learner or "A peer"
+    newest = min(refused, key=lambda each: each.ago_s)
     ago = f"{duration(newest.ago_s)} ago"
     when = ago if newest.times < 2 else f"{newest.times} times, last {ago}"
-    # The rest of an error's text is for programmers: `NAME: CODE: WHAT (expected ...). REMEDY`.
-    said = newest.text.removeprefix(f"{who}: ").removeprefix(f"{newest.code}: ")
-    what, _, rest = said.partition(" (expected ")
-    remedy = rest.partition("). ")[2] or ErrorCode(newest.code).remedy
-    return Verdict("warning", f"{who} was refused {when}: {what}", _capital(remedy))
+    return Verdict("warning", refusal_text(newest, f" {when}"), _capital(refusal_remedy(newest)))
 
 
-def _is_kept_out(status: Status, refusal: RefusalStatus) -> bool:
-    learner = status.learners.get(refusal.learner)
-    has_joined = learner is not None and learner.heard_s < refusal.ago_s
-    return refusal.code in SESSION_CODES and not has_joined
+def kept_out(status: Status) -> list[RefusalStatus]:
+    """Refusals that keep somebody out. The broker forgets those of a learner that has joined."""
+    return [
+        each
+        for each in status.refused
+        if each.code in SESSION_CODES
+        and (each.code != ErrorCode.NAME_IN_USE or each.times > RESTART_TIMES)
+    ]
+
+
+def refusal_remedy(refusal: RefusalStatus) -> str:
+    """The remedy of its error, which tells it after a point, or that of its code."""
+    _, _, rest = refusal.text.partition(" (expected ")
+    return rest.partition("). ")[2] or ErrorCode(refusal.code).remedy
+
+
+def refusal_text(refusal: RefusalStatus, when: str = "") -> str:
+    """A refusal for people: whom it met, and why. The rest of an error's text is for programmers:
+    it is `NAME: CODE: WHAT (expected ...). REMEDY`."""
+    who = refusal.learner or "A peer"
+    if refusal.code == ErrorCode.NAME_IN_USE:
+        return f"A second process with the name {who} was refused{when}"
+    said = refusal.text.removeprefix(f"{who}: ").removeprefix(f"{refusal.code}: ")
+    return f"{who} was refused{when}: {said.partition(' (expected ')[0]}"
 
 
 def _is_short(status: Status) -> Verdict | None:
@@ -372,6 +411,7 @@ RUNNING: Final[tuple[Rule, ...]] = (
     _line_up_is_cut,
     _line_down_is_cut,
     _is_stuck,
+    _snapshots_fail,
     _disk_is_slow,
     _workers_are_busy,
     _budget_is_used_up,

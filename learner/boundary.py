@@ -24,11 +24,20 @@ class Boundary:
         self.adopting: Callable[[do.Adopt], None] = lambda effect: None
         self._host = host
 
-    def perform(self, decide: Callable[[], None], now: float, *, exchanges: bool = True) -> None:
+    def perform(
+        self,
+        decide: Callable[[], None],
+        now: float,
+        *,
+        exchanges: bool = True,
+        is_step: bool = False,
+    ) -> None:
         """`decide` calls the session; the host makes tasks of its decisions, which are performed.
         The exchange takes no other time from training. The caller holds the learner's lock.
 
-        Not `exchanges`: the ranks of an island have not met, so there is no task now.
+        Not `exchanges`: the ranks of an island have not met, so there is no task now. `is_step`:
+        it comes after an inner step, and there are many of these. Then what time alone asks for is
+        left to the loop, which looks at it all the time.
         """
         decided = False
         try:
@@ -37,7 +46,8 @@ class Boundary:
             if exchanges:
                 for task in self._host.tasks():
                     self._do(task)
-            self._host.perform(now)
+            if not is_step or self._host.session.effects:
+                self._host.perform(now)
         except BaseException as error:
             self._host.session.broken_off(type(error).__name__, decided=decided)
             raise

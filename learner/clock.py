@@ -38,11 +38,14 @@ class StepTimes:
     def __init__(self) -> None:
         self._newest_s: deque[float] = deque(maxlen=STEP_TIMES)
         self._stepped_at: float | None = None
+        self._median_s = 0.0
+        """That of the newest times, kept because each fragment asks at each step."""
 
     def stepped(self, now: float) -> None:
         """A step is made."""
         if self._stepped_at is not None:
             self._newest_s.append(now - self._stepped_at)
+            self._median_s = median(self._newest_s)
         self._stepped_at = now
 
     def interrupt(self) -> None:
@@ -54,5 +57,6 @@ class StepTimes:
 
         Steps ahead may take any time: with them it is an upper bound.
         """
-        times_s = [*self._newest_s, *[math.inf] * steps_ahead]
-        return median(times_s[-STEP_TIMES:]) if times_s else 0.0
+        if not steps_ahead:
+            return self._median_s
+        return median([*self._newest_s, *[math.inf] * steps_ahead][-STEP_TIMES:])

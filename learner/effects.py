@@ -62,6 +62,8 @@ class Adopt(Struct, frozen=True, tag=True):
     keep: float
     merged: bool
     """The versions since the old copy hold that push."""
+    base: int = -1
+    """The version that the parameters stand on; -1: none, or they end as the final model."""
 
 
 class Note(Struct, frozen=True, tag=True):

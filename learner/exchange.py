@@ -140,7 +140,7 @@ class Exchange:
                 self.link.raise_error()
             self._boundary.perform(
                 lambda: session.boundary(tokens, loss, now, exchanges=exchanges),
-                now, exchanges=exchanges,
+                now, exchanges=exchanges, is_step=True,
             )  # fmt: skip
             while exchanges and session.must_wait(time.monotonic()):
                 self._wait()

@@ -296,10 +296,12 @@ class FragmentSession:
         assert self.tip >= 0, self
         merged = self.pushed is Pushed.MERGED
         push_id = self.push_id
+        base = self.base
         if final or self.standing is Standing.ADRIFT:
+            base = -1
             keep = 0.0
             push_id = self.push_id if merged else 0  # The work of another push is overwritten, too.
-        return Adopt(self.index, self.tip, push_id, keep, merged)
+        return Adopt(self.index, self.tip, push_id, keep, merged, base)
 
     def adopt(self, keep: float, *, final: bool = False) -> Adopt:
         """Moves the parameters to the tip by `adoption`."""

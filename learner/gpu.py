@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from narrows.learner.island import HostIsland, ParameterSource, encode_on_host, is_copy
+from narrows.learner.island import HandOver, HostIsland, ParameterSource, encode_on_host, is_copy
 from narrows.proto.codec import (
     CODECS,
     F32,
@@ -52,8 +52,14 @@ class TorchIsland(HostIsland):
     `on_device` every fragment takes the GPU's way, on a CPU too, which shows that both agree.
     """
 
-    def __init__(self, source: ParameterSource, *, on_device: bool = False) -> None:
-        super().__init__(source)
+    def __init__(
+        self,
+        source: ParameterSource,
+        hand_over: HandOver | None = None,
+        *,
+        on_device: bool = False,
+    ) -> None:
+        super().__init__(source, hand_over)
         self._on_device = on_device
 
     def copy(self, fragment: Fragment, values: F32) -> Copy:
@@ -88,11 +94,19 @@ class TorchIsland(HostIsland):
         if rule.push is not None:
             coded: DeviceCodes | None = rule.push.on_device
             places.add(None if coded is None else coded.codes.device)
-        if None not in places and len(places) == 1:
-            return Prepared(prepare_on_device(fragment, rule), rule.keep)
-        old = self._in_host_memory(fragment, rule.old)
-        new = self._in_host_memory(fragment, rule.new)
-        return super().prepare(fragment, rule._replace(old=old, new=new))
+        if None in places or len(places) > 1:
+            old = self._in_host_memory(fragment, rule.old)
+            new = self._in_host_memory(fragment, rule.new)
+            return super().prepare(fragment, rule._replace(old=old, new=new))
+        movement = self._movement(fragment, rule)
+        return Prepared(prepare_on_device(fragment, rule), rule.keep, rule.share, movement)
+
+    def _movement(self, fragment: Fragment, rule: Adoption) -> Any:
+        # From host memory: where parameters have fewer bits, the exact copies are there alone.
+        movement = super()._movement(fragment, rule)
+        if movement is None or not isinstance(rule.new.rounded, Tensor):
+            return movement
+        return to_device(movement, rule.new.rounded.device)
 
     def adopt(self, fragment: Fragment, prepared: Prepared) -> None:
         """Moves the parameters in place, where they are now."""
@@ -101,7 +115,10 @@ class TorchIsland(HostIsland):
             return
         out = prepared.out
         if out.is_cuda:
-            out.record_stream(torch.cuda.current_stream(out.device))
+            stream = torch.cuda.current_stream(out.device)
+            out.record_stream(stream)
+            if prepared.movement is not None:
+                prepared.movement.record_stream(stream)
         for piece, view in zip(fragment.pieces, self._views(fragment), strict=True):
             own = out[piece.offset : piece.offset + piece.count].view(view.shape).to(view.device)
             if prepared.keep == 0:
@@ -112,6 +129,7 @@ class TorchIsland(HostIsland):
             values.mul_(prepared.keep).add_(own)
             if values is not view:
                 view.copy_(values)
+        self._turn_momentum(fragment, prepared)
 
     def _in_host_memory(self, fragment: Fragment, copy: Copy) -> Copy:
         """A copy for a model that was on another device, or in host memory, when it was made."""

@@ -168,11 +168,15 @@ class LearnerHost:
 
     def _rule(self, effect: do.Adopt, bases: Mapping[int, Copy]) -> Adoption:
         index = effect.fragment
+        settings = self.session.settings
         new = self.tips[index]
+        # Version 0 is nobody's movement.
+        share = settings.handover if effect.base > 0 else 0.0
+        steps = settings.sync_period_steps * (effect.version - effect.base)
         # An adoption that keeps nothing, such as the first, needs no old copy.
-        old = bases[index] if effect.keep > 0 else new
+        old = bases[index] if effect.keep > 0 or share > 0 else new
         push = self.pushes[index, effect.push_id] if effect.push_id else None
-        return Adoption(old, new, push, effect.keep, effect.merged)
+        return Adoption(old, new, push, effect.keep, effect.merged, share, steps)
 
     def _prepare(self, now: float) -> None:
         """A worker computes what the next boundary will adopt, so that the training thread performs

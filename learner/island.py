@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -43,6 +43,10 @@ from narrows.proto.layout import Fragment, Piece
 from narrows.proto.messages import DtypeName, RunSettings
 from narrows.proto.ports import Adoption, CodedPush, Copy, Prepared
 
+HandOver: TypeAlias = Callable[[Fragment, Any, float], None]
+"""Replaces a share of the optimizer's first moments, the last argument, by a movement of the
+published copies as `Prepared` has it."""
+
 NO_PUSH: Final = read_only(np.empty(0, np.float32))
 ONE_SCALE: Final = read_only(np.ones(1, np.float32))
 
@@ -60,15 +64,23 @@ class ParameterSource(Protocol):
         """The elements of a piece, sharing the parameter's memory: a float32 array (count,), or a
         torch tensor of any shape, precision and device with so many elements."""
 
+    def arrays(self, fragment: Fragment) -> list[F32] | None:
+        """All pieces as float32 arrays (count,) that share the parameters' memory; None: they
+        cannot."""
+
     def dtype(self, piece: Piece) -> DtypeName:
         """The parameter's own precision."""
 
 
 class HostIsland:
-    """Parameters that are exchanged in host memory, wherever they are: the port Island."""
+    """Parameters that are exchanged in host memory, wherever they are: the port Island.
 
-    def __init__(self, source: ParameterSource) -> None:
+    Without `hand_over` the moments of the optimizer stay what they are at an adoption.
+    """
+
+    def __init__(self, source: ParameterSource, hand_over: HandOver | None = None) -> None:
         self._source = source
+        self._hand_over = hand_over
 
     def copy(self, fragment: Fragment, values: F32) -> Copy:
         """`rounded` is `values` itself where all parameters are float32."""
@@ -83,50 +95,58 @@ class HostIsland:
     def read(self, fragment: Fragment) -> F32:
         """Copies the parameters (n,)."""
         values = empty_f32(fragment.elements)
-        self._source.read(fragment, values)
+        arrays = self._source.arrays(fragment)
+        if arrays is None:
+            self._source.read(fragment, values)
+        else:
+            np.concatenate(arrays, out=values)
         return values
 
     def snapshot(
         self, fragment: Fragment, published: Copy, base: int, settings: RunSettings
     ) -> Callable[[Spread], CodedPush]:
         """Copies the parameters; the published copy is never written to."""
-        local = self.read(fragment)
-        return partial(encode_on_host, fragment, published.rounded, local, base, settings)
+        return partial(
+            encode_on_host, fragment, published.rounded, self.read(fragment), base, settings
+        )
 
     def prepare(self, fragment: Fragment, rule: Adoption) -> Prepared:
         """The first part of this module's rule."""
+        movement = self._movement(fragment, rule)
         if is_copy(rule):
-            return Prepared(rule.new.rounded, 0.0)
-        return Prepared(prepare_on_host(fragment, rule), rule.keep)
+            return Prepared(rule.new.rounded, 0.0, rule.share, movement)
+        return Prepared(prepare_on_host(fragment, rule), rule.keep, rule.share, movement)
+
+    def _movement(self, fragment: Fragment, rule: Adoption) -> Any:
+        """Makes `Prepared.movement`; None: nobody wants it."""
+        if self._hand_over is None or rule.share == 0:
+            return None
+        movement = empty_f32(fragment.elements)
+        np.subtract(rule.old.values, rule.new.values, out=movement)
+        movement /= np.float32(rule.steps)
+        return movement
 
     def adopt(self, fragment: Fragment, prepared: Prepared) -> None:
         """The second part. Parameters that are not float32 in host memory are read and written."""
-        arrays = self._arrays(fragment)
+        arrays = self._source.arrays(fragment)
+        out = read_only(prepared.out)
         if arrays is not None:
             for piece, array in zip(fragment.pieces, arrays, strict=True):
-                span = slice(piece.offset, piece.offset + piece.count)
-                _adopt(array, prepared.out[span], prepared.keep)
+                _adopt(array, out[piece.offset : piece.offset + piece.count], prepared.keep)
         elif prepared.keep == 0:
-            self._source.write(fragment, prepared.out)
+            self._source.write(fragment, out)
         else:
             values = self.read(fragment)
-            _adopt(values, prepared.out, prepared.keep)
+            _adopt(values, out, prepared.keep)
             self._source.write(fragment, values)
+        self._turn_momentum(fragment, prepared)
+
+    def _turn_momentum(self, fragment: Fragment, prepared: Prepared) -> None:
+        if self._hand_over is not None and prepared.movement is not None:
+            self._hand_over(fragment, prepared.movement, prepared.share)
 
     def _views(self, fragment: Fragment) -> list[Any]:
         return [self._source.view(piece) for piece in fragment.pieces]
-
-    def _arrays(self, fragment: Fragment) -> list[F32] | None:
-        """The pieces as float32 arrays that share the parameters' memory; None: they cannot."""
-        arrays: list[F32] = []
-        for piece, view in zip(fragment.pieces, self._views(fragment), strict=True):
-            if not isinstance(view, np.ndarray):
-                place = view.device.type, self._source.dtype(piece), view.shape
-                if place != ("cpu", "float32", (piece.count,)):
-                    return None
-                view = view.numpy()
-            arrays.append(view)
-        return arrays
 
 
 def encode_on_host(
@@ -191,6 +211,15 @@ def adopt_kernel(params: F32, out: F32, keep: np.float32) -> None:
         params[i] = out[i] + keep * params[i]
 
 
+@kernel
+def hand_over_kernel(
+    first: F32, second: F32, movement: F32, keep: np.float32, scale: np.float32
+) -> None:
+    """The rule of learner/handover.py, in place, on float32 (n,)."""
+    for i in range(first.size):
+        first[i] = keep * first[i] + scale * np.sqrt(second[i]) * movement[i]
+
+
 def prepare_on_host(fragment: Fragment, rule: Adoption) -> F32:
     """The first part of the rule, float32 (n,), in host memory."""
     old = read_only(rule.old.rounded)
@@ -217,11 +246,12 @@ def prepare_on_host(fragment: Fragment, rule: Adoption) -> F32:
 
 
 def _adopt(params: F32, out: F32, keep: float) -> None:
+    """`out` is read-only, as the kernel was compiled for."""
     # Parameters that are not finite, times 0, would spoil what they become.
     if keep == 0:
         np.copyto(params, out)
     else:
-        adopt_kernel(params, read_only(out), np.float32(keep))
+        adopt_kernel(params, out, np.float32(keep))
 
 
 def warm_up() -> None:
@@ -234,3 +264,4 @@ def warm_up() -> None:
     for multiples in codes:
         prepare_kernel(one, one, multiples, bounds, one, half, False, one.copy())
     adopt_kernel(one.copy(), one, half)
+    hand_over_kernel(one.copy(), one, one, half, half)

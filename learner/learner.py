@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from narrows.learner.exchange import Exchange
 from narrows.learner.gpu import TorchIsland
+from narrows.learner.handover import AdamMoments
 from narrows.learner.link import Link
 from narrows.learner.loop import Loss, StepLog, bare_optimizers, once_a_step, ramp_steps
 from narrows.learner.parameters import Parameters, misuse
@@ -92,6 +93,7 @@ class Learner:
         self._optimizers = bare_optimizers(optimizer)
         self._parameters = Parameters(model, merge_rules)
         self._watch = WeightWatch(self._parameters, self._optimizers)
+        moments = AdamMoments(self._parameters, self._optimizers)
         self._boundary = boundary
         self._leave_timeout_s = leave_timeout_s
 
@@ -105,10 +107,10 @@ class Learner:
         self._exchange: Exchange | RanksExchange
         if is_rank:
             counts = counts_tokens(self._parameters, data_parallel)
-            ranks = Ranks(self._parameters, counts=counts)
+            ranks = Ranks(self._parameters, counts=counts, moments=moments)
             self._exchange = RanksExchange(ranks, exchange_over, self._watch.adopting)
         else:
-            self._exchange = exchange_over(TorchIsland(self._parameters))
+            self._exchange = exchange_over(TorchIsland(self._parameters, moments.hand_over))
         self._log = StepLog()
         self._hooks: list[RemovableHandle] = []
         self._entered = self._closed = False
@@ -172,36 +174,38 @@ class Learner:
         tokens: number in this batch, positive. loss: mean over them, a number or a tensor of one
         element; a tensor on a device is not waited for. Raises LocalProtocolError MISUSE.
         """
-        with self._timed():
-            self._log.add(tokens, loss)
+        started = time.perf_counter()
+        self._log.add(tokens, loss)
+        self._code_s += time.perf_counter() - started
 
     def discard(self) -> None:
         """Drops what was logged since the last step: call it when the loop skips a step."""
         self._log.discard()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_step(self) -> None:
-        with self._timed():
-            self._watch.before_step()
+        started = time.perf_counter()
+        self._watch.before_step()
+        self._code_s += time.perf_counter() - started
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self) -> None:
         """The boundary after an inner step. The optimizer's hook calls it, unless the loop does
         (`boundary="manual"`). Raises LocalProtocolError MISUSE, Refused."""
-        with self._timed():
-            tokens, loss = self._log.take()
-            if not tokens:
-                raise misuse(
-                    "the optimizer made a step without logged tokens",
-                    remedy="Add before optimizer.step():"
-                    " learner.log(tokens=batch.numel(), loss=loss). Within Trainer or Lightning use"
-                    " narrows.integrations.transformers or narrows.integrations.lightning instead.",
-                )
-            self._watch.stepped()
-            try:
-                self._exchange.boundary(tokens, loss)
-            finally:  # Also where an exception has broken an adoption off.
-                self._watch.boundary_over()
+        started = time.perf_counter()
+        tokens, loss = self._log.take()
+        if not tokens:
+            raise misuse(
+                "the optimizer made a step without logged tokens",
+                remedy="Add before optimizer.step():"
+                " learner.log(tokens=batch.numel(), loss=loss). Within Trainer or Lightning use"
+                " narrows.integrations.transformers or narrows.integrations.lightning instead.",
+            )
+        self._watch.stepped()
+        try:
+            self._exchange.boundary(tokens, loss)
+        finally:  # Also where an exception has broken an adoption off.
+            self._watch.boundary_over()
+        self._code_s += time.perf_counter() - started
 
     @contextmanager
     def pause(self, reason: str = "evaluating") -> Generator[None]:
@@ -320,11 +324,3 @@ class Learner:
             self._exchange.abort()
         except Exception:
             _log.exception("cleaning up after an error failed too; the first error is raised")
-
-    @contextmanager
-    def _timed(self) -> Generator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._code_s += time.perf_counter() - started

@@ -152,7 +152,7 @@ class Link:
         does not want this learner."""
         session = self.host.session
         error = self._error or session.refused
-        if error is None and not session.joined and isinstance(session.obstacle, Refused):
+        if error is None and isinstance(session.obstacle, Refused) and not session.joined:
             # A broker may still come, but one that does not admit our key does not change its mind.
             error = session.obstacle
         return error

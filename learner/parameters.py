@@ -67,8 +67,11 @@ class Parameters:
         """Every name of each tensor of the layout; the one that travels comes first."""
         entries = self._entries(merge_rules or {})
         self.layout = Layout(frozen_digest(_named(self.module, trainable=False)), entries)
-        self._views: dict[Piece, tuple[int, Tensor]] = {}
+        self._views: dict[Piece, tuple[list[int], Tensor]] = {}
         """The view of each piece, and the address of its tensor when the view was made."""
+        self._arrays: dict[int, tuple[object, list[F32] | None]] = {}
+        """By fragment, the pieces and the addresses of their tensors, and what `arrays` made of
+        them."""
 
     def reshard(self) -> None:
         """Has FSDP2 give up the whole parameters that it keeps after a forward pass without a
@@ -104,21 +107,34 @@ class Parameters:
         parameter gets other memory, as from `model.to(...)`. Not for a process that holds a part of
         the parameter.
         """
-        address = address_of(self.tensors[piece.tensor])
+        address = addresses_of([self.tensors[piece.tensor]])
         if piece in self._views:
             known_address, view = self._views[piece]
             if known_address == address:
                 return view
-        tensor = local_part(self.tensors[piece.tensor])
-        if tensor.is_contiguous():
-            view = tensor.view(-1)[piece.start : piece.start + piece.count]
-        else:
-            row_elements = tensor.numel() // tensor.shape[0]
-            first, rest = divmod(piece.start, row_elements)
-            assert not rest and not piece.count % row_elements, "a piece is made of whole rows"
-            view = tensor[first : first + piece.count // row_elements]
+        view = elements_of(local_part(self.tensors[piece.tensor]), piece)
         self._views[piece] = address, view
         return view
+
+    def arrays(self, fragment: Fragment) -> list[F32] | None:
+        """The pieces as arrays (count,) that share the parameters' memory. None: they cannot, as
+        they are not all contiguous float32 in host memory. Remembered as `view` is, for all pieces
+        at once: to look each one up took longer than to move it."""
+        place = (
+            fragment.pieces,
+            addresses_of([self.tensors[piece.tensor] for piece in fragment.pieces]),
+        )
+        known_place, arrays = self._arrays.get(fragment.index, (None, None))
+        if known_place == place:
+            return arrays
+        views = [self.view(piece) for piece in fragment.pieces]
+        usable = all(
+            (view.device.type, view.dtype, view.dim()) == ("cpu", torch.float32, 1)
+            for view in views
+        )
+        arrays = [view.numpy() for view in views] if usable else None
+        self._arrays[fragment.index] = place, arrays
+        return arrays
 
     def dtype(self, piece: Piece) -> DtypeName:
         """The parameter's own precision, to which adopted values are rounded."""
@@ -174,6 +190,17 @@ class Parameters:
         return tuple(entries)
 
 
+def elements_of(tensor: Tensor, piece: Piece) -> Tensor:
+    """The elements of a piece in a tensor of the parameter's shape, sharing its memory: (count,) if
+    that is contiguous, else (rows, ...)."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)[piece.start : piece.start + piece.count]
+    row_elements = tensor.numel() // tensor.shape[0]
+    first, rest = divmod(piece.start, row_elements)
+    assert not rest and not piece.count % row_elements, "a piece is made of whole rows"
+    return tensor[first : first + piece.count // row_elements]
+
+
 def misuse(message: str, **detail: str) -> LocalProtocolError:
     """The error that tells a user what to change in the loop or in the model."""
     return LocalProtocolError(ErrorCode.MISUSE, message, **detail)
@@ -201,9 +228,7 @@ def is_sharded(tensor: Tensor) -> bool:
 def local_part(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds, sharing its memory, outside of autograd."""
     held: Any = tensor.detach()
-    if is_sharded(tensor):
-        held = held.to_local()
-    part: Tensor = held
+    part: Tensor = held.to_local() if is_sharded(tensor) else held
     return part
 
 
@@ -219,12 +244,10 @@ def whole(tensor: Tensor) -> Tensor:
     return made
 
 
-def address_of(tensor: Tensor) -> int:
-    """The address of a tensor's memory here. The wrapper of a DTensor has none: its part has."""
-    held: Any = tensor
-    if is_sharded(tensor):
-        held = held._local_tensor
-    return int(held.data_ptr())
+def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
+    """The addresses of the tensors' memory here. The wrapper of a DTensor has none: its part has.
+    Every step asks, so this calls nothing else."""
+    return [getattr(tensor, "_local_tensor", tensor).data_ptr() for tensor in tensors]
 
 
 def _is_kind(thing: object, name: str) -> bool:

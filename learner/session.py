@@ -162,7 +162,9 @@ class Session:
         # Version 0 is being made: its fragments are read one by one and must be of one moment, and
         # no step counts that a learner makes while it waits for version 0.
         seeding = bool(self.parts) and not self.beat.heads
-        in_lockstep = any(self._in_lockstep(part, steps_ahead) for part in self.parts)
+        in_lockstep = self.settings.mode is Mode.DILOCO and any(
+            self._in_lockstep(part, steps_ahead) for part in self.parts
+        )
         return seeding or in_lockstep or self._offline_too_long(now)
 
     def due(self, now: float) -> bool:
@@ -616,8 +618,8 @@ class Session:
             if self._pushes(part):
                 self._push_id += 1
                 self.effects.append(part.snapshot(self._push_id, self._losses))
-        if all(part.head - part.base <= 1 for part in self.parts):
-            self._noted_given_up = False
+        if self._noted_given_up:
+            self._noted_given_up = any(part.head - part.base > 1 for part in self.parts)
 
     @property
     def _has_ended(self) -> bool:
@@ -687,8 +689,6 @@ class Session:
     def _in_lockstep(self, part: FragmentSession, steps_ahead: int) -> bool:
         """In mode diloco a learner waits for the version that holds its push, from `overlap_steps`
         steps after the push on."""
-        if self.settings.mode is not Mode.DILOCO:
-            return False
         if part.push is None:
             # Its version came before the Beat that names it, and that Beat may end the run: wait.
             return not self.beat.heads or self.beat.heads[part.index] < part.base

@@ -173,6 +173,8 @@ class RunSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """tau: inner steps that an exchange may take before anything waits for it."""
     keep: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.5
     """Share of the steps made since the snapshot that an adoption keeps."""
+    handover: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """Share of Adam's first moments that an adoption replaces by the published movement."""
     push_codec: CodecName = "int4-zstd"
     push_rho: Annotated[float, Meta(ge=0.001, le=100.0)] = 0.5
     """Quantisation step of pushes in units of the tensor piece's rms."""
@@ -422,7 +424,7 @@ class QuorumStatus(Struct, frozen=True):
     """The learners that rounds need, and those that are here."""
 
     needed: Count = 0
-    """K; 0: all that train."""
+    """Learners that a merge waits for; 0: all that train."""
     at_start: Count = 0
     """Learners with which the run begins."""
     here: Count = 0
@@ -468,9 +470,12 @@ class DiskStatus(Struct, frozen=True):
     versions_since_snapshot: Count = 0
     """For one fragment, at most: a start merges them again."""
     error: Text = ""
-    """Why the disk refuses what is to be written now; "": it does not."""
+    """Why the disk refuses the version that is to be written now; "": it does not."""
     error_s: Seconds = 0.0
     """For how long it has done so."""
+    snapshot_error: Text = ""
+    """The same of snapshots: without them the next start takes longer, and no payload goes."""
+    snapshot_error_s: Seconds = 0.0
 
 
 class ProcessStatus(Struct, frozen=True):

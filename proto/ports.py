@@ -87,6 +87,10 @@ class Adoption(NamedTuple):
     push: CodedPush | None
     keep: float
     merged: bool
+    share: float = 0.0
+    """The published movement takes the place of this share of Adam's first moments."""
+    steps: int = 0
+    """Inner steps at the run's pace that the movement from `old` to `new` stands for."""
 
 
 class Prepared(NamedTuple):
@@ -96,6 +100,11 @@ class Prepared(NamedTuple):
     """float32 (n,), in the form that the island computes with, and not written to. With keep 0 and
     no push to subtract it is the new copy's `rounded` itself."""
     keep: float
+    share: float = 0.0
+    """As in the rule."""
+    movement: Any = None
+    """(old - new) / steps of the exact published copies, float32 (n,), in the form that the island
+    computes with; None: the optimizer's moments stay."""
 
 
 class Island(Protocol):
@@ -127,7 +136,7 @@ class Island(Protocol):
 
     def adopt(self, fragment: Fragment, prepared: Prepared) -> None:
         """Moves the parameters in place, in one pass. With keep 0 they become equal to `out`, bit
-        for bit, whatever they were."""
+        for bit, whatever they were. The optimizer's moments take their share of the movement."""
 
 
 # The broker's disk.

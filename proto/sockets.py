@@ -73,6 +73,8 @@ class Kind(Enum):
     BROKER_DOWNLINK = zmq.XPUB, {**_PUBLISHER, zmq.SNDHWM: 4}
     # Nothing is queued without a connection: an old Report is worthless after an outage.
     LEARNER_CONTROL = zmq.DEALER, {**_CONTROL, zmq.IMMEDIATE: 1}
+    # With IMMEDIATE, libzmq drops what was not read yet when the connection ends: the last Status.
+    ASKER = zmq.DEALER, _CONTROL
     LEARNER_UPLINK = zmq.XPUB, {**_PUBLISHER, zmq.SNDHWM: 8}
     # A reader must take half of its RCVHWM within TCP_MAXRT, or a slow one would be cut.
     LEARNER_DOWNLINK = zmq.SUB, _PAYLOADS
@@ -288,7 +290,7 @@ class Dial:
             why = f"as one does whose key is not {' or '.join(self._key.servers)}"
             remedy = (
                 "the broker's key that your site was given may be wrong: compare `servers` in your"
-                " key file with `narrows keys show` at the broker"
+                " key file with `narrows keys show` at the broker. Or that broker has no keys"
             )
         return BrokerUnreachable(
             f"the broker at {self._address} breaks handshakes off ({why})",

@@ -169,7 +169,9 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
 
 
-def make_optimizer(model: nn.Module, peak: float, beta1: float = 0.9) -> torch.optim.AdamW:
+def make_optimizer(
+    model: nn.Module, peak: float, betas: tuple[float, float] = (0.9, 0.95)
+) -> torch.optim.AdamW:
     """AdamW with weight decay for matrices alone.
 
     A beta2 of 0.95 (as GPT-3's) forgets within 20 steps. So a learner that returns without its
@@ -178,7 +180,7 @@ def make_optimizer(model: nn.Module, peak: float, beta1: float = 0.9) -> torch.o
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=peak, betas=(beta1, 0.95), fused=True)
+    return torch.optim.AdamW(groups, lr=peak, betas=betas, fused=True)
 
 
 def learning_rate(progress: float, run_step: float, peak: float) -> float:

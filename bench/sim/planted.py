@@ -183,7 +183,7 @@ PLANTED: Final = (
     Planted("merged once", Host, says_nobody),
     Planted("clock", Host, counts_twice),
     Planted("whole", LearnerHost, ignores_an_interruption),
-    Planted("prepared", LearnerHost, adopts_what_is_prepared, first_seed=60),
+    Planted("prepared", LearnerHost, adopts_what_is_prepared, first_seed=110),
     Planted("foretold", LearnerHost, overlooks_adoptions),
     Planted("share", Host, drops_late),
     Planted("rate", Host, sends_too_fast),

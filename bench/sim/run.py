@@ -34,7 +34,7 @@ from narrows.broker.store import History, Recovered, Store
 from narrows.broker.syncer.events import Note
 from narrows.learner.boundary import Boundary
 from narrows.learner.host import LearnerHost
-from narrows.learner.island import HostIsland, ParameterSource
+from narrows.learner.island import HandOver, HostIsland, ParameterSource
 from narrows.learner.session import Session
 from narrows.proto.codec import CODECS, F32, round_to_dtype
 from narrows.proto.layout import Fragment, Piece
@@ -63,6 +63,8 @@ class Trainee(Protocol):
     def source(self) -> ParameterSource: ...
     @property
     def layout(self) -> Layout: ...
+    @property
+    def hand_over(self) -> HandOver | None: ...
 
     def step(self, session: Session, now: float) -> int:
         """Makes a step, which ends now; its tokens."""
@@ -188,6 +190,7 @@ class Walk:
     is not the point here."""
 
     layout = LAYOUT
+    hand_over: HandOver | None = None
 
     def __init__(self, site: Site) -> None:
         self.source = self
@@ -218,6 +221,9 @@ class Walk:
         for piece in fragment.pieces:
             self.view(piece)[:] = values[piece.offset : piece.offset + piece.count]
         self._round()
+
+    def arrays(self, fragment: Fragment) -> list[F32]:
+        return [self.view(piece) for piece in fragment.pieces]
 
     def view(self, piece: Piece) -> F32:
         return self.tensors[piece.tensor][piece.start : piece.start + piece.count]
@@ -255,7 +261,7 @@ class Watched(HostIsland):
     """Says on which version each fragment stands, and may be interrupted half way."""
 
     def __init__(self, source: ParameterSource, site: Site) -> None:
-        super().__init__(source)
+        super().__init__(source, site.trainee.hand_over)
         self._site = site
         self._bases: dict[int, Copy] = {}
         """By fragment, the copy that was adopted last."""
@@ -455,19 +461,23 @@ class Site(Learner):
         tokens = self.trainee.step(session, now)
         meets = self._meets
         if not self._is_island:
-            return self._call(lambda: session.boundary(tokens, 1.0, now))
+            return self._call(lambda: session.boundary(tokens, 1.0, now), is_step=True)
         counted = self._late_tokens
         self._late_tokens = tokens
         if meets:
             counted += tokens
             self._late_tokens = 0
         is_whole = self._call(
-            lambda: session.boundary(counted, 1.0, now, exchanges=meets), exchanges=meets
+            lambda: session.boundary(counted, 1.0, now, exchanges=meets),
+            exchanges=meets,
+            is_step=True,
         )
         self._meets = session.due(now)
         return is_whole
 
-    def _call(self, decide: Callable[[], None], *, exchanges: bool = True) -> bool:
+    def _call(
+        self, decide: Callable[[], None], *, exchanges: bool = True, is_step: bool = False
+    ) -> bool:
         """A boundary of the training thread, whose loop survives an exception and goes on. False:
         one came."""
         run = self.run
@@ -475,7 +485,7 @@ class Site(Learner):
             self._places_left = run.world.rng.randint(1, 8)
         is_whole = True
         try:
-            self.boundary.perform(decide, run.world.now, exchanges=exchanges)
+            self.boundary.perform(decide, run.world.now, exchanges=exchanges, is_step=is_step)
         except (Interrupted, MemoryError):
             is_whole = False
         self._places_left = 0

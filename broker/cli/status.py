@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from narrows.broker.asking import Asker
 from narrows.broker.config import BrokerConfig
-from narrows.broker.verdict import duration, verdict
+from narrows.broker.verdict import duration, learner_text, verdict
 from narrows.proto.errors import (
     BrokerUnreachable,
     ConfigError,
@@ -50,6 +50,8 @@ LANE_COLOURS: Final[dict[str, str]] = {
     LearnerState.SILENT: "yellow",
     LearnerState.LOST: "red",
     LearnerState.REVOKED: "red",
+    "line up cut": "red",
+    "line down cut": "red",
 }
 
 MARKS: Final = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "bad": ("✗", "red")}
@@ -94,25 +96,31 @@ def watch(
     """
     pause_s = max(PAUSE_S_MIN, float(Duration.parse(every, "--every: ")))
     address, site, _ = find_broker(broker, key)
+    with closing(Asker(address, site)) as asker:
+        asked_at = time.monotonic()
+        while _tell(asker, json=json) != Phase.ENDED:
+            time.sleep(max(0.0, asked_at + pause_s - time.monotonic()))
+            asked_at = time.monotonic()
+
+
+def _tell(asker: Asker, *, json: bool) -> str:
+    """Asks, and prints one line; returns the phase of the run, "" if the broker does not answer."""
     phase = ""
-    while phase != Phase.ENDED:
-        next_at = time.monotonic() + pause_s
-        try:
-            answer = ask_status(address, site, timeout_s=TIMEOUT_S)
-        except BrokerUnreachable as error:
-            facts: dict[str, Any] = {"error": str(error)}
-            line = f"{MARKS['bad'][0]} {error}"
-        else:
-            phase = answer.phase
-            facts = _facts(answer)
-            found = verdict(answer)
-            line = f"{MARKS[found.level][0]} {found.text}"
-        if json:
-            print(json_module.dumps({"at_unix": round(time.time(), 3), **facts}), flush=True)
-        else:
-            print(f"{datetime.now():%H:%M:%S} {printable(line)}", flush=True)
-        if phase != Phase.ENDED:
-            time.sleep(max(0.0, next_at - time.monotonic()))
+    try:
+        answer = asker.ask(TIMEOUT_S)
+    except BrokerUnreachable as error:
+        facts: dict[str, Any] = {"error": str(error)}
+        line = f"{MARKS['bad'][0]} {error}"
+    else:
+        phase = answer.phase
+        facts = _facts(answer)
+        found = verdict(answer)
+        line = f"{MARKS[found.level][0]} {found.text}"
+    if json:
+        print(json_module.dumps({"at_unix": round(time.time(), 3), **facts}), flush=True)
+    else:
+        print(f"{datetime.now():%H:%M:%S} {printable(line)}", flush=True)
+    return phase
 
 
 def _facts(said: Status) -> dict[str, Any]:
@@ -196,11 +204,9 @@ def _lanes(learners: dict[str, LearnerStatus]) -> Table:
     for column in ("steps/s", "loss", "merged", "pushed", "up", "down", "behind"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, each in learners.items():
-        state = f"{each.state}: {each.reason}" if each.reason else each.state
-        if each.state != LearnerState.TRAINING:
-            state = f"{state}, {duration(each.since_s)}"
+        word, state = learner_text(each)
         tokens = Amount(each.merged_tokens).text(), Amount(each.logged_tokens).text()
-        colour = LANE_COLOURS.get(each.state, "")
+        colour = LANE_COLOURS.get(word, "")
         table.add_row(
             printable(name),
             Text(printable(state), colour),  # Markup in the words of a peer would be obeyed.

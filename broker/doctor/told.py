@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from narrows.broker.cli.plan import payload_bits
 from narrows.broker.doctor.findings import Finding, failed, ok, unknown
+from narrows.broker.verdict import NAMED_MAX, kept_out, refusal_remedy
 from narrows.proto.codec import CODECS
-from narrows.proto.errors import ErrorCode
 from narrows.proto.messages import Status
 from narrows.proto.wire import speaks_for
 
-NAME: Final = (
-    ErrorCode.NAME_IN_USE,
-    ErrorCode.BAD_NAME,
-    ErrorCode.KEY_NAME,
-    ErrorCode.KEY_REFUSED,
-)
-MODEL: Final = (ErrorCode.LAYOUT_DIFFERS, ErrorCode.PROTOCOL_VERSION, ErrorCode.NOT_FINITE_SEED)
-RUN: Final = (ErrorCode.WRONG_RUN, ErrorCode.OVER_CAPACITY)
-"""Refusals that end a learner, or keep it out: by what its user has to look at."""
 
-
-def refusals(status: Status, name: str, *codes: ErrorCode) -> Finding:
-    """No learner of a site was refused lately with one of these codes; "" stands for all sites."""
-    for each in reversed(status.refused):
-        if each.code in codes and _is_of(name, each.learner):
-            remedy = ErrorCode(each.code).remedy or "narrows keys allow, with the site's line"
-            return failed(f"{each.text} ({each.times} times, {each.ago_s:.0f} s ago)", remedy)
-    return ok("nobody was refused for it in the last ten minutes")
+def refusals(status: Status, name: str) -> Finding:
+    """No learner of a site was kept out lately; "" stands for all sites."""
+    found = [each for each in reversed(kept_out(status)) if _is_of(name, each.learner)]
+    if not found:
+        return ok("nobody was kept out in the last ten minutes")
+    texts = [f"{each.text} ({each.times} times, {each.ago_s:.0f} s ago)" for each in found]
+    remedy = refusal_remedy(found[0]) or "narrows keys allow, with the site's line"
+    return failed("; ".join(texts[:NAMED_MAX]), remedy)
 
 
 def data(status: Status, name: str) -> Finding:

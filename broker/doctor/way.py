@@ -1,7 +1,7 @@
 """Checks of the way from a site to the broker: name, ports, keys, and what the line carries.
 
 They dial as a learner does (`proto/sockets.py`). A plain connection comes first: it tells a port
-that is closed from one whose packets are dropped, and another program from a broker.
+that is closed from one whose packets are dropped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import socket as tcp
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -24,20 +24,12 @@ from narrows.broker.cli.status import ask_status
 from narrows.broker.doctor import told
 from narrows.broker.doctor.findings import Check, Finding, failed, ok, said, unknown
 from narrows.proto.config import Address
-from narrows.proto.errors import BrokerUnreachable, NarrowsError, Refused
+from narrows.proto.errors import BrokerUnreachable, NarrowsError
 from narrows.proto.keys import SiteKey, servers_of
 from narrows.proto.messages import LOSSLESS, DataKind, Header, Status
 from narrows.proto.sockets import PROBE_S, Dial, Kind, needs_ipv6
 from narrows.proto.units import BitRate
 from narrows.proto.wire import decode_header, encode_header, live_topic, uplink_topic
-
-GREETING_BYTES: Final = 64
-"""Bytes with which both sides of ZMTP 3 begin."""
-_BEGIN: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00\r\n\r\n"
-"""Signature and version of ZMTP 3: the other side then names its mechanism. Then, in the place of
-ours, ends of lines: many other programs wait for one."""
-_MECHANISM: Final = slice(12, 32)
-"""The place of the mechanism's name in a greeting, filled with zeros."""
 
 PACKETS_BYTES: Final = 16_000
 """A message that fills packets. Those of a handshake have a few hundred bytes."""
@@ -84,8 +76,6 @@ class Visit:
     """Longest wait for one thing."""
     relay: Address | None = None
     """Where publications come from, if not from the broker."""
-    greeting: bytes = b""
-    """The first bytes that the control port has said."""
     round_trip_s: float = math.inf
     server: str = ""
     """The public key of the broker with which handshakes succeed."""
@@ -103,51 +93,22 @@ def host_name(visit: Visit) -> Finding:
 
 def control_port(visit: Visit) -> Finding:
     """Somebody listens at the control port."""
-    visit.greeting = _greet(visit, visit.address, "control")
+    _reach(visit, visit.address, "control")
     return ok(f"port {visit.address.port} is open; a round trip takes {_ms(visit.round_trip_s)}")
 
 
-def is_broker(visit: Visit) -> Finding:
-    """The one who listens there is no other program, and is not stopped."""
-    _check_greeting(visit.address, visit.greeting)
-    return ok("it greets as a broker does")
-
-
-def keys(visit: Visit) -> Finding:
-    """Either both sides have keys or none."""
-    has_keys = visit.greeting[_MECHANISM].startswith(b"CURVE")
-    if has_keys and visit.key is None:
-        return failed(
-            "the broker admits only those who have a key, and this site gave none",
-            "give the site's key: --key FILE, or NARROWS_KEY (`narrows keys new` makes one)",
-        )
-    if visit.key is not None and not has_keys:
-        return failed(
-            "this site has a key and the broker has none, so nobody knows who it is",
-            "its operator gives it keys: narrows broker --keys FOLDER; or join without one",
-        )
-    return ok("both sides have keys" if has_keys else "neither side has keys")
-
-
-def broker_key(visit: Visit) -> Finding:
-    """The broker has one of the keys that the site trusts."""
+def handshake(visit: Visit) -> Finding:
+    """A broker listens there, and both sides admit each other's keys, or have none."""
     trouble: NarrowsError | None = None
     for server in servers_of(visit.key):
         visit.server = server
         try:
-            with suppress(Refused):  # It could read the handshake, so it is the right broker.
-                key_admitted(visit)
-            return ok("the site trusts it" if visit.key else "there are no keys")
+            with _dialled(visit, Kind.LEARNER_CONTROL, visit.address):
+                return ok("the broker admits the key" if visit.key else "neither side has keys")
         except BrokerUnreachable as error:
-            trouble = error
+            trouble = error  # With another key that the site trusts it may succeed.
     assert trouble is not None, "a key without servers"
     raise trouble
-
-
-def key_admitted(visit: Visit) -> Finding:
-    """The broker admits the site's key."""
-    with _dialled(visit, Kind.LEARNER_CONTROL, visit.address):
-        return ok("the broker admits the key" if visit.key else "there are no keys")
 
 
 def answer(visit: Visit) -> Finding:
@@ -168,7 +129,7 @@ def answer(visit: Visit) -> Finding:
 def uplink_port(visit: Visit) -> Finding:
     """The broker listens to pushes, and its own packets come back."""
     address = visit.beside(visit.status.uplink_port)
-    _check_greeting(address, _greet(visit, address, "uplink"))
+    _reach(visit, address, "uplink")
     with _uplink(visit):
         return ok(f"port {address.port} is open, and the broker listens")
 
@@ -177,7 +138,7 @@ def downlink_port(visit: Visit) -> Finding:
     """The broker, or the site's relay, takes the connection from which publications come."""
     address = visit.relay or visit.beside(visit.status.downlink_port)
     what = "relay" if visit.relay else "downlink"
-    _check_greeting(address, _greet(visit, address, what))
+    _reach(visit, address, what)
     with _downlink(visit):
         return ok(f"port {address.port} ({what}) is open, and the handshake succeeds")
 
@@ -255,20 +216,15 @@ def line_down(visit: Visit) -> Finding:
 CHECKS: Final[tuple[Check[Visit], ...]] = (
     Check("host name", host_name),
     Check("control port", control_port, "host name"),
-    Check("broker there", is_broker, "control port"),
-    Check("keys", keys, "broker there"),
-    Check("broker's key", broker_key, "keys"),
-    Check("key admitted", key_admitted, "broker's key"),
-    Check("answer", answer, "key admitted"),
+    Check("handshake", handshake, "control port"),
+    Check("answer", answer, "handshake"),
     Check("uplink port", uplink_port, "answer"),
     Check("downlink port", downlink_port, "answer"),
     Check("packet size", packets, "uplink port"),
     Check("line up", line_up, "packet size"),
     Check("line down", line_down, "downlink port"),
     Check("data", lambda visit: told.data(visit.status, visit.name), "answer"),
-    Check("name", lambda visit: told.refusals(visit.status, visit.name, *told.NAME), "answer"),
-    Check("model", lambda visit: told.refusals(visit.status, visit.name, *told.MODEL), "answer"),
-    Check("run", lambda visit: told.refusals(visit.status, visit.name, *told.RUN), "answer"),
+    Check("kept out", lambda visit: told.refusals(visit.status, visit.name), "answer"),
 )
 
 
@@ -293,43 +249,15 @@ def _place(address: Address) -> tuple[str, int]:
     return str(number), int(port)
 
 
-def _greet(visit: Visit, address: Address, what: str) -> bytes:
-    """Begins to greet at a port as ZMTP does; the greeting that comes back, as far as it came.
-
-    Raises BrokerUnreachable if nobody takes the connection.
-    """
+def _reach(visit: Visit, address: Address, what: str) -> None:
+    """Raises BrokerUnreachable if nobody takes a connection there."""
     begun_at = time.monotonic()
     try:
-        line = tcp.create_connection(_place(address), visit.timeout_s)
+        tcp.create_connection(_place(address), visit.timeout_s).close()
     except OSError as error:
         trouble, remedy = UNREACHED.get(type(error), (error.strerror or str(error), NO_ROUTE))
         raise BrokerUnreachable(f"{address} ({what}): {trouble}", remedy=remedy) from error
     visit.round_trip_s = min(visit.round_trip_s, time.monotonic() - begun_at)
-    heard = b""
-    with line, suppress(OSError):  # It is silent, or hangs up.
-        line.settimeout(PROBE_S)
-        line.sendall(_BEGIN)
-        while len(heard) < GREETING_BYTES:
-            more = line.recv(GREETING_BYTES - len(heard))
-            if not more:
-                break
-            heard += more
-    return heard
-
-
-def _check_greeting(address: Address, greeting: bytes) -> None:
-    """Raises BrokerUnreachable for the greeting of another program, and for none."""
-    if greeting[:1] == b"\xff" and len(greeting) == GREETING_BYTES:
-        return
-    if greeting:
-        raise BrokerUnreachable(
-            f"another program listens at {address}: it says {greeting[:20]!r}",
-            remedy="is it the right port? `narrows broker` prints its address when it starts",
-        )
-    raise BrokerUnreachable(
-        f"{address} takes connections and says nothing, or hangs up",
-        remedy="is the broker's process stopped or frozen, or does another program listen there?",
-    )
 
 
 @contextmanager

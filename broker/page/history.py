@@ -15,10 +15,19 @@ from operator import itemgetter
 from statistics import quantiles
 from typing import Any, Final
 
-from narrows.broker.page.words import figures, learner_text, run_line
-from narrows.broker.verdict import Verdict, duration, named, verdict
+from narrows.broker.page.words import figures, lane_text, run_line
+from narrows.broker.verdict import (
+    NAMED_MAX,
+    Verdict,
+    duration,
+    kept_out,
+    learner_text,
+    named,
+    refusal_text,
+    verdict,
+)
 from narrows.proto.errors import BrokerUnreachable, NarrowsError
-from narrows.proto.messages import LearnerState, LearnerStatus, LineStatus, Status
+from narrows.proto.messages import LearnerState, LearnerStatus, LineStatus, Phase, Status
 
 BIN_S: Final = 5.0
 """Seconds of one bar of a lane."""
@@ -39,6 +48,8 @@ LETTERS: Final[Mapping[str, str]] = {
     LearnerState.LOST: "l",
     LearnerState.LEFT: "x",
     LearnerState.REVOKED: "k",
+    "line up cut": "c",
+    "line down cut": "c",
 }
 """A state as a lane has it; "?" is one that only a newer broker knows."""
 
@@ -118,14 +129,18 @@ class History:
     def failed(self, error: Exception, now: float) -> None:
         """The broker did not answer, or not with what it was asked for."""
         self._begin_change()
-        if self.is_answering:
+        was_answering = self.is_answering
+        if was_answering or not self._gone_at:
+            self._gone_at = now
+        self.is_answering = False
+        status = self.status
+        if status is not None and status.phase == Phase.ENDED and not status.awaited:
+            return  # It has ended with its run: the last sentence stays true.
+        if was_answering:
             self._notice("the broker does not answer", now)
             for name, lane in self._lanes.items():
                 lane.told["text"] = "not known while the broker is away"
                 self._changed[name] = lane.told
-        if self.is_answering or not self._gone_at:
-            self._gone_at = now
-        self.is_answering = False
         since = duration(now - self._gone_at)
         text = f"This page has had no answer from the broker for {since}: {error}"
         remedy = "It asks again and again"
@@ -172,6 +187,10 @@ class History:
             self._notice("the broker has started again", now)
         if before.phase != status.phase:
             self._notice(f"the run is {status.phase}", now)
+        known = {(each.learner, each.code) for each in kept_out(before)}
+        fresh = [each for each in kept_out(status) if (each.learner, each.code) not in known]
+        for each in fresh[-NAMED_MAX:]:
+            self._notice(refusal_text(each), now)
         if status.disk.error and not before.disk.error:
             self._notice(f"the disk refuses what is written: {status.disk.error}", now)
         if before.disk.error and not status.disk.error:
@@ -197,15 +216,16 @@ class History:
                 self._lanes[name] = Lane()
                 self._lanes[name].begin_bin("?")
             lane = self._lanes[name]
-            letter = LETTERS.get(learner.state, "?")
+            word, _ = learner_text(learner)
+            letter = LETTERS.get(word, "?")
             lane.states[-1] = letter
             lane.merged[-1] += _merged_pushes(name, before, learner)
-            row = {"state": letter, "text": learner_text(learner), "merged": lane.merged[-1]}
+            row = {"state": letter, "text": lane_text(learner), "merged": lane.merged[-1]}
             if row != lane.told or not self.is_answering:
                 lane.told = self._changed[name] = row
             was = before.learners.get(name) if before else None
-            if was is None or was.state != learner.state:
-                moved.setdefault(learner.state, []).append(name)
+            if was is None or learner_text(was)[0] != word:
+                moved.setdefault(word, []).append(name)
         if before is not None:
             for state, names in moved.items():
                 self._notice(f"{named(names)}: {state}", now)

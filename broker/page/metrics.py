@@ -48,7 +48,8 @@ GAUGES: Final[Mapping[str, tuple[str, Callable[[Status], float | None]]]] = {
     "disk_free_bytes": ("Room for the state directory.", lambda said: said.disk.free_bytes),
     "disk_journal_bytes": ("Size of the journal.", lambda said: said.disk.journal_bytes),
     "disk_failing": (
-        "1 while the disk refuses a write.", lambda said: float(bool(said.disk.error))
+        "1 while the disk refuses a write.",
+        lambda said: float(bool(said.disk.error or said.disk.snapshot_error)),
     ),
     "disk_commit_p99_seconds": (
         "p99 of the last 256 commits.", lambda said: said.disk.commit_p99_ms / 1000

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from narrows.broker.verdict import duration
+from narrows.broker.verdict import duration, learner_text
 from narrows.proto.messages import LearnerState, LearnerStatus, Status
-from narrows.proto.units import Size
+from narrows.proto.units import Size, counted
 
 
 def figures(
@@ -17,15 +17,15 @@ def figures(
     logged = sum(each.logged_tokens for each in learners)
     merged = sum(each.merged_tokens for each in learners)
     return [
-        ("tokens learned", short(status.run_tokens), _of_goal(status)),
+        ("tokens in the model", short(status.run_tokens), _of_goal(status)),
         ("tokens a second", short(status.tokens_per_s), _time_left(status)),
         (
             "learners training",
             f"{quorum.training} of {len(status.learners)}",
-            f"the quorum is {quorum.needed or 'everybody'}",
+            f"a merge waits for {quorum.needed or 'all'} of them",
         ),
         ("last merge", *_last_merge(status)),
-        ("work merged", _percent(merged, logged), "of the tokens trained on"),
+        ("work in the model", _percent(merged, logged), "of the tokens that learners trained on"),
         (
             "bits per parameter",
             f"{_bits(up_wire_bits_per_param(status))} up",
@@ -39,7 +39,7 @@ def figures(
         (
             "disk of the broker",
             "not known" if status.disk.free_bytes is None else Size(status.disk.free_bytes).text(),
-            f"free; a commit takes {status.disk.commit_p99_ms:.0f} ms (p99)",
+            f"free; 99% of versions are written in {status.disk.commit_p99_ms:.0f} ms",
         ),
     ]
 
@@ -62,13 +62,12 @@ def run_line(status: Status) -> str:
     )
 
 
-def learner_text(learner: LearnerStatus) -> str:
+def lane_text(learner: LearnerStatus) -> str:
     """A learner's doing now, in a few words. Seconds are rounded, so that the words of a learner
     that is away for long change rarely."""
-    since = duration(learner.since_s)
-    if learner.state != LearnerState.TRAINING:
-        reason = f": {learner.reason}" if learner.reason else ""
-        return f"{learner.state}{reason}, for {since}"
+    word, told = learner_text(learner)
+    if word != LearnerState.TRAINING:
+        return told
     text = f"{learner.steps_per_s:.3g} steps/s"
     if learner.loss is not None:
         text += f", loss {learner.loss:.2f}"
@@ -105,7 +104,7 @@ def _last_merge(status: Status) -> tuple[str, str]:
     pushes = status.contributions / max(1, status.merges)
     return (
         f"{merge.ago_s:.1f} s ago",
-        f"learners in it: {len(merge.contributors)}; mean {pushes:.2f}",
+        f"of {counted(len(merge.contributors), 'learner')}; {pushes:.1f} in the mean",
     )
 
 

@@ -12,6 +12,7 @@ from msgspec import structs
 from narrows.broker.config import BrokerConfig
 from narrows.broker.process.downlink import Downlink
 from narrows.broker.syncer.status import REFUSED_MAX, REFUSED_S
+from narrows.broker.verdict import SESSION_CODES
 from narrows.proto.messages import (
     TEXT_CHARACTERS_MAX,
     LearnerStatus,
@@ -118,6 +119,11 @@ class Refusals:
         self._newest[learner, code] = (text[:TEXT_CHARACTERS_MAX], now, times + 1)
         if len(self._newest) > REFUSED_MAX:
             del self._newest[next(iter(self._newest))]
+
+    def admitted(self, learner: str) -> None:
+        """Forgets what kept a learner out that has joined now."""
+        for code in SESSION_CODES:
+            self._newest.pop((learner, code), None)
 
     def newest(self, now: float) -> list[RefusalStatus]:
         """Those of the last REFUSED_S, the newest last."""

@@ -7,7 +7,7 @@ of peers enter here, and whatever is wrong with them becomes a refusal: nothing 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Final
 
 from msgspec import structs
 
@@ -23,6 +23,9 @@ from narrows.proto import messages as msg
 from narrows.proto import wire
 from narrows.proto.errors import RETRIED, ErrorCode, RemoteProtocolError, fault, printable
 from narrows.proto.ports import BrokerWires, Done, Pool
+
+ASKERS_MAX: Final = 64
+"""Connections that hear of the end of the run unasked: those that asked last."""
 
 
 class Host:
@@ -82,6 +85,8 @@ class Host:
         """Pieces of work that the pool has not given back."""
         self._idle_at = now()
         """When it had given all of them back last."""
+        self._askers: dict[str, None] = {}
+        """Connections that asked for a Status, the newest last, ASKERS_MAX at most."""
 
     # -- what comes in
 
@@ -214,6 +219,10 @@ class Host:
                 self._send(peer, message, now)
             case ev.AnswerStatus(peer):
                 self._send(peer, self.status(now), now)
+                self._askers.pop(peer, None)
+                self._askers[peer] = None
+                if len(self._askers) > ASKERS_MAX:
+                    del self._askers[next(iter(self._askers))]
             case ev.Seed():
                 self.pipeline.seed(effect)
             case ev.MergeRound():
@@ -231,6 +240,9 @@ class Host:
                 self.pipeline.commit_end(effect)
             case ev.Finish():
                 self.finished = effect
+                # Else who asks now and then could not tell this end from an outage.
+                for peer in self._askers:
+                    self._send(peer, self.status(now), now)
             case ev.Note():
                 self._note(effect, now)
 
@@ -239,6 +251,8 @@ class Host:
             self._refusals.count(
                 str(note.fields["learner"]), str(note.fields["code"]), note.text, now
             )
+        if note.event in ("joined", "rejoined"):
+            self._refusals.admitted(str(note.fields["learner"]))
         self._on_note(note)
 
     def _send(self, peer: str, message: msg.ControlMessage, now: float) -> None:

@@ -136,10 +136,8 @@ class Pipeline:
         """Merged and not durable, by fragment."""
         self._again: list[tuple[float, Callable[[], None]]] = []
         """When a write that the disk refused is tried again, and the write."""
-        self._disk_error = ""
-        """Why the disk has refused the newest write; "": it has not."""
-        self._refused_at = 0.0
-        """When it began to."""
+        self._refusals: dict[str, tuple[str, float]] = {}
+        """Kind of write that the disk refuses -> why, and since when."""
         self._snapshot_at = -math.inf
         """When the next snapshot may begin; inf while a worker writes one."""
 
@@ -349,23 +347,25 @@ class Pipeline:
     def disk(self, now: float) -> DiskStatus:
         """The state directory, for a Status."""
         heads = self.model.heads if self.model is not None else ()
+        error, error_at = self._refusals.get("version", ("", now))
+        snapshot_error, snapshot_error_at = self._refusals.get("snapshot", ("", now))
         return structs.replace(
             self._store.figures(),
             versions_since_snapshot=max(map(sub, heads, self._snapshots), default=0),
-            error=self._disk_error[:TEXT_CHARACTERS_MAX],
-            error_s=now - self._refused_at if self._disk_error else 0.0,
+            error=error,
+            error_s=now - error_at,
+            snapshot_error=snapshot_error,
+            snapshot_error_s=now - snapshot_error_at,
         )
 
     # -- details
 
-    def _refused(self, error: OSError | None, now: float) -> None:
-        """Remembers that the disk has refused a write, or with None that it has taken one."""
-        if not error:
-            self._disk_error = ""
-        elif not self._disk_error:
-            self._refused_at = now
-        if error:
-            self._disk_error = str(error) or type(error).__name__
+    def _heed(self, kind: str, result: Any, now: float) -> None:
+        """Remembers that the disk has refused a write of this kind, or that it has taken one."""
+        _, since = self._refusals.pop(kind, ("", now))
+        if isinstance(result, OSError):
+            text = str(result) or type(result).__name__
+            self._refusals[kind] = (text[:TEXT_CHARACTERS_MAX], since)
 
     def _note_merge(self, version: Version, now: float) -> None:
         """Writes the round to the events file, and warns of a push that is far too long."""
@@ -401,7 +401,7 @@ class Pipeline:
 
         def done(result: Any, now: float) -> None:
             self._snapshot_at = now
-            self._refused(result if isinstance(result, OSError) else None, now)
+            self._heed("snapshot", result, now)
             if isinstance(result, OSError):
                 # Not at the next version: each try writes a whole state onto a full disk.
                 self._snapshot_at = now + SNAPSHOT_AGAIN_S
@@ -419,7 +419,7 @@ class Pipeline:
         """Has a worker write, again and again while the disk refuses; then calls `done`."""
 
         def finish(result: Any, now: float) -> None:
-            self._refused(result if isinstance(result, OSError) else None, now)
+            self._heed("version", result, now)
             if isinstance(result, OSError):
                 self._again.append((now + DISK_AGAIN_S, lambda: self._pool.run(work, finish)))
                 failed(result, now)

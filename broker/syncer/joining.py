@@ -43,6 +43,7 @@ class Joining:
             return
         self._check_place(hello.name, site)
 
+        state.strangers.pop(hello.name, None)
         go_back = self._go_back(hello)
         member = self._member(hello, go_back, now)
         # Another process may have had this name, and another learner this connection.

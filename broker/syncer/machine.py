@@ -327,7 +327,7 @@ class Syncer:
             told = state.members.connected()
             digests = state.head_digests()
             if not state.stopping:
-                warn_of_silence(state, now)
+                warn_of_silence(state, self._seeding, now)
         elif state.beat_wanted:
             told = state.members.told_at_once(sum(state.heads), state.period_s, now)
         state.beat_wanted = False

@@ -30,6 +30,8 @@ class Seeding:
     state: State
     seeder: Member | None = None
     """The learner that is asked for version 0."""
+    asked_at: float = 0.0
+    """Since when."""
     _transfers: list[Transfer] = field(default_factory=list[Transfer])
     """That of the layout; once it is here, those of version 0, per fragment."""
     _making: bool = False
@@ -59,6 +61,7 @@ class Seeding:
             return None  # The one that is silent may come back and go on.
         self.drop()
         self.seeder = able[0]
+        self.asked_at = now
         # With an initial file its role is to wait, so it sends the layout only when it is asked.
         self._transfers = [Transfer(1, now, unasked=not self.state.config.broker.init)]
         self.state.note(
@@ -86,7 +89,7 @@ class Seeding:
         seeder = self.asked(incarnation)
         if seeder is None:
             return
-        seeder.heard_at = seeder.moved_at = now
+        seeder.heard_at = seeder.moved_at = seeder.data_at = now
         if state.layout is not None:
             return  # It was asked for twice.
         try:

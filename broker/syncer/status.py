@@ -11,12 +11,11 @@ from narrows import __version__
 from narrows.broker.config import BrokerConfig
 from narrows.broker.records import finite
 from narrows.broker.syncer.ending import Ending
-from narrows.broker.syncer.joining import STRANGER_S
 from narrows.broker.syncer.members import Member
 from narrows.broker.syncer.rounds import Rounds
 from narrows.broker.syncer.seeding import Seeding
 from narrows.broker.syncer.state import FragmentRound, Stage, State
-from narrows.broker.verdict import KNOCKS, named
+from narrows.broker.verdict import named
 from narrows.proto.errors import ErrorCode, short
 from narrows.proto.messages import (
     TEXT_CHARACTERS_MAX,
@@ -65,7 +64,7 @@ def status(state: State, seeding: Seeding, rounds: Rounds, ending: Ending, now: 
     if goal_tokens and tokens_per_s:
         left_s = min(SECONDS_MAX, max(0, goal_tokens - run_tokens) / tokens_per_s)
     ends = state.phase in (Phase.ENDING, Phase.ENDED)
-    announced = _announced(state)
+    announced = _announced(state, seeding)
     learners = {
         member.name: _learner(state, member, announced.get(member.incarnation), now)
         for member in state.members
@@ -174,7 +173,7 @@ def _fragment(state: State, fragment: int, slot: FragmentRound, now: float) -> F
 
 
 def _learner(state: State, member: Member, announced_at: float | None, now: float) -> LearnerStatus:
-    """`announced_at` is when the oldest of its pushes was announced that have not come yet.
+    """`announced_at` is since when data of it are to come.
 
     Merged tokens are divided by the number of fragments, so that a learner whose work is all merged
     has as many of them as it has logged.
@@ -238,34 +237,23 @@ def _waiting_for(
     learners: Mapping[str, LearnerStatus],
     now: float,
 ) -> list[str]:
-    """Names what the run waits for, in words; empty if it just runs."""
-    lines = [
-        f"the disk: fragment {fragment} cannot be written ({slot.disk_error})"
-        for fragment, slot in enumerate(state.rounds)
-        if slot.disk_error
-    ]
-    newest = list(state.strangers.values())[-NAMED_MAX:]
-    lines += [f"{KNOCKS}{text}" for text, seen_at in newest if now < seen_at + STRANGER_S]
-    if state.stopping:
-        return [*lines, f"nobody: the broker stops ({state.stopping})"]
+    """Names what the run waits for, in words; empty if it just runs, or if other fields tell it:
+    the disk, a stop, and those that an ended run waits for."""
     if state.phase is Phase.SEEDING:
-        return [*lines, seeding.waiting_for(now)]
-    if state.closing:
-        return [*lines, "the disk: the end of the run is being written"]
+        return [seeding.waiting_for(now)]
+    lines: list[str] = []
+    if state.stopping or state.closing:
+        return lines
     if state.phase is not Phase.RUNNING and ending.expects_strangers(now):
         lines.append(
             "learners of the broker's last life, for another "
             f"{math.ceil(state.started_at + LEAVE_S - now)} s"
         )
     if state.phase is Phase.ENDED:
-        lacking = ending.awaited(now)
-        return [*lines, f"{_listed(lacking)} to adopt the final model"] if lacking else lines
-
+        return lines
     connected = state.members.connected()
     deaf = [member for member in connected if learners[member.name].no_version_s]
     lines += [f"new versions to reach {member.name}" for member in deaf[:NAMED_MAX]]
-    if not any(each.state == LearnerState.TRAINING for each in learners.values()):
-        return [*lines, f"learners: {_why_nobody_trains(connected, now)}"]
     for fragment in state.collecting():
         if state.phase is Phase.ENDING:
             owing = ending.owing(fragment, now)
@@ -275,28 +263,17 @@ def _waiting_for(
             owing = state.absent(fragment, now)
         blamed = [member for member in owing if member not in deaf]
         if blamed:
-            lines.append(f"{_listed(blamed)} to push fragment {fragment}")
+            names = named((member.name for member in blamed), NAMED_MAX)
+            lines.append(f"{names} to push fragment {fragment}")
     return lines
 
 
-def _why_nobody_trains(connected: list[Member], now: float) -> str:
-    paused = [member for member in connected if member.told.paused is not None]
-    if paused:
-        return f"{_listed(paused)} paused"
-    fetching = [member for member in connected if not member.is_ready]
-    if fetching:
-        return f"{_listed(fetching)} to fetch the model"
-    stalled = [member for member in connected if member.is_stalled(now)]
-    return f"{_listed(stalled)} to make a step" if stalled else "none is here"
-
-
-def _listed(members: Iterable[Member]) -> str:
-    return named((member.name for member in members), NAMED_MAX)
-
-
-def _announced(state: State) -> dict[str, float]:
-    """Incarnation -> when the oldest of its pushes was announced of which data are to come."""
+def _announced(state: State, seeding: Seeding) -> dict[str, float]:
+    """Incarnation -> since when data of it are to come: when the oldest of its pushes was
+    announced, or version 0 was asked for."""
     announced: dict[str, float] = {}
+    if seeding.seeder is not None and seeding.asked(seeding.seeder.incarnation):
+        announced[seeding.seeder.incarnation] = seeding.asked_at
     for slot in state.rounds:
         for incarnation, waiting in slot.inbox.items():
             if waiting.is_coming:
@@ -310,7 +287,7 @@ def _hints(state: State, member: Member, no_data_s: float, no_version_s: float) 
     hints: dict[str, str] = {}
     if no_data_s >= NO_DATA_S:
         hints["no_data"] = (
-            f"no data from {member.name} for {no_data_s:.0f} s, though it has announced a push: "
+            f"no data from {member.name} for {no_data_s:.0f} s, though it has data to send: "
             f"does a firewall close port {state.ports[0]} (uplink) of the broker?"
         )
     if no_version_s:
@@ -323,7 +300,7 @@ def _hints(state: State, member: Member, no_data_s: float, no_version_s: float) 
 
 
 def _no_data_s(member: Member, announced_at: float | None, now: float) -> float:
-    """For how long a learner that is here has announced a push and sent nothing."""
+    """For how long a learner that is here has data to send and has sent nothing."""
     if announced_at is None or not member.is_heard(now):
         return 0.0
     return now - max(announced_at, member.data_at)
@@ -359,9 +336,9 @@ def _expects_a_version(state: State, member: Member, now: float) -> bool:
     return member.told.steps >= member.taken_steps + 2 or state.settings.mode is Mode.DILOCO
 
 
-def warn_of_silence(state: State, now: float) -> None:
+def warn_of_silence(state: State, seeding: Seeding, now: float) -> None:
     """Writes one line for each learner whose data do not come, or that cannot be reached."""
-    announced = _announced(state)
+    announced = _announced(state, seeding)
     for member in state.members.connected():
         no_data_s = _no_data_s(member, announced.get(member.incarnation), now)
         hints = _hints(state, member, no_data_s, _no_version_s(state, member, now))

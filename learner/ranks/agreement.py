@@ -61,9 +61,11 @@ class Act(IntEnum):
     """Gather a fragment at the leader."""
     MOVE = 2
     """Scatter a fragment from it, and adopt it."""
-    DONE = 3
+    HAND_OVER = 3
+    """Scatter its published movement from there, and mend the optimizer's moments."""
+    DONE = 4
     """Go on training."""
-    FAIL = 4
+    FAIL = 5
     """Raise the leader's error."""
 
 
@@ -76,7 +78,7 @@ class Order(NamedTuple):
     fragments: float = 0.0
     """Number of fragments of the run."""
     keep: float = 0.0
-    """That of the adoption."""
+    """That of the adoption; the share of a hand-over."""
 
 
 NO_ORDER: Final = Order()

@@ -58,7 +58,7 @@ class RanksIsland(HostIsland):
     """The parameters of all ranks, as the leader's host uses them: the port Island."""
 
     def __init__(self, ranks: Ranks, tell: Callable[[Act, Fragment, float], None]) -> None:
-        super().__init__(ranks.parameters)
+        super().__init__(ranks.parameters, self._hand_over_everywhere)
         self._ranks = ranks
         self._tell = tell
 
@@ -74,6 +74,11 @@ class RanksIsland(HostIsland):
         with self._ranks.exchanging():
             self._tell(Act.MOVE, fragment, prepared.keep)
             self._ranks.scatter(fragment, prepared.out, prepared.keep)
+            self._turn_momentum(fragment, prepared)
+
+    def _hand_over_everywhere(self, fragment: Fragment, movement: F32, share: float) -> None:
+        self._tell(Act.HAND_OVER, fragment, share)
+        self._ranks.hand_over(fragment, movement, share)
 
 
 class RanksExchange:
@@ -299,6 +304,8 @@ class RanksExchange:
             fragment = ranks.fragment(int(order.number), int(order.fragments))
             if order.act == Act.READ:
                 ranks.gather(fragment)
+            elif order.act == Act.HAND_OVER:
+                ranks.hand_over(fragment, NOTHING, order.keep)
             else:
                 self._adopting()
                 ranks.scatter(fragment, NOTHING, order.keep)

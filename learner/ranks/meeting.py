@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -25,6 +26,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
+from narrows.learner.handover import AdamMoments, Part
 from narrows.learner.parameters import (
     Parameters,
     check_same_model,
@@ -155,19 +157,22 @@ class Ranks:
     hold between them.
     """
 
-    def __init__(self, parameters: Parameters, *, counts: bool) -> None:
+    def __init__(
+        self, parameters: Parameters, *, counts: bool, moments: AdamMoments | None = None
+    ) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.counts = counts
         """This rank's tokens count."""
         self.parameters = parameters
+        self.moments = moments
         self.apart = False
         """An exception has come out of the middle of an exchange: nobody knows how far it came."""
         self._words = dist.new_group(backend="gloo", timeout=TIMEOUT)
         """Carries vectors of one size, and nothing else once the constructor is left."""
         self._works: dict[int, Any] = {}
-        """The sums under way over `_words`, by number. Nobody else may refer to one: as long as there
-        is one, the connections of its group stay open."""
+        """The sums under way over `_words`, by number. Nobody else may refer to one: as long as
+        there is one, the connections of its group stay open."""
         self._number = 0
         self._left = False
         self._table: tuple[Fragment, ...] = ()
@@ -300,8 +305,20 @@ class Ranks:
     def scatter(self, fragment: Fragment, values: F32, keep: float) -> None:
         """Everywhere params = values + keep * params; `values` (n,) are the leader's."""
         with self.exchanging():
-            self._scatter(fragment, values, keep)
+            self._scatter(fragment, values, partial(self._move, keep=keep))
         self.parameters.reshard()
+
+    def hand_over(self, fragment: Fragment, movement: F32, share: float) -> None:
+        """Everywhere the optimizer's moments take a share of `movement` (n,), the leader's."""
+        parts: list[Part] = []
+
+        def add(block: Block, moved: Tensor) -> None:
+            parts.append(Part(block.piece.tensor, partial(_rows, block), moved))
+
+        with self.exchanging():
+            self._scatter(fragment, movement, add)
+            if self.moments is not None:
+                self.moments.mend(parts, share)
 
     def _gather(self, fragment: Fragment) -> F32:
         mine = self.holdings.blocks(fragment, self.rank, provided=True)
@@ -325,7 +342,10 @@ class Ranks:
                 torch.from_numpy(self._place(block, values)).copy_(part)
         return values
 
-    def _scatter(self, fragment: Fragment, values: F32, keep: float) -> None:
+    def _scatter(
+        self, fragment: Fragment, values: F32, take: Callable[[Block, Tensor], None]
+    ) -> None:
+        """`take` gets each block that this rank holds, and its values in its shape."""
         mine = self.holdings.blocks(fragment, self.rank)
         going: list[Any] = []
         if self.holdings.is_replicated(fragment):
@@ -346,21 +366,23 @@ class Ranks:
                     going.append((packed, dist.isend(packed, rank, group=self._carrier)))
             flat = self._packed(mine, values)
         for block, part in zip(mine, _parts(mine, flat), strict=True):
-            view = self._view(block)
-            values_here = part.to(view.device)
-            # Parameters that are not finite, times 0, would spoil what they become.
-            if keep:
-                kept = view.to(torch.float32, copy=True)
-                # Rounded twice, as by a single process.
-                values_here = kept.mul_(keep).add_(values_here)
-            view.copy_(values_here)
+            take(block, part)
         for _, work in going:
             work.wait()
 
+    def _move(self, block: Block, values: Tensor, *, keep: float) -> None:
+        view = self._view(block)
+        values_here = values.to(view.device)
+        # Parameters that are not finite, times 0, would spoil what they become.
+        if keep:
+            kept = view.to(torch.float32, copy=True)
+            # Rounded twice, as by a single process.
+            values_here = kept.mul_(keep).add_(values_here)
+        view.copy_(values_here)
+
     def _view(self, block: Block) -> Tensor:
         """The parameters of a block here, in its shape, sharing their memory."""
-        part = local_part(self.parameters.tensors[block.piece.tensor])
-        return part.reshape(1) if not part.dim() else part[block.rows]
+        return _rows(block, local_part(self.parameters.tensors[block.piece.tensor]))
 
     def _place(self, block: Block, values: F32) -> F32:
         """A block's part of a fragment's `values` (n,), in its shape, sharing their memory."""
@@ -410,6 +432,11 @@ class Ranks:
 def encoded(fields: Mapping[str, str]) -> bytes:
     """An error's fields as they travel."""
     return msgspec.json.encode(fields)
+
+
+def _rows(block: Block, part: Tensor) -> Tensor:
+    """A block of what this rank holds of a tensor, in its shape, sharing its memory."""
+    return part.reshape(1) if not part.dim() else part[block.rows]
 
 
 def _parts(blocks: Sequence[Block], flat: Tensor) -> list[Tensor]:

@@ -47,7 +47,7 @@ def empty_u8(count: int) -> U8:
 
 def idle_bytes() -> int:
     """Bytes of memory that nobody uses."""
-    return sum(size * len(waiting) for size, waiting in list(_idle.items()))
+    return sum([size * len(waiting) for size, waiting in list(_idle.items())])
 
 
 def _give_back(memory: U8) -> None:

@@ -70,11 +70,11 @@ def test_a_full_disk_holds_publishing_back_and_costs_nothing_else(site: Site) ->
     adopted = [site.adopted(name) for name in "ab"]
     site.steps_on(40, "a", "b")
     assert [site.adopted(name) for name in "ab"] == adopted
-    assert "the disk" in str(site.status()["waiting_for"])
+    assert site.status()["disk"]["error"]
 
     limit_files(broker, -1)
     site.merge(8)
-    assert "the disk" not in str(site.status()["waiting_for"])
+    assert not site.status()["disk"]["error"]
     for learner in learners:
         learner.kill()
     broker.stop()

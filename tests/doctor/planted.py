@@ -101,8 +101,8 @@ def test_two_processes_with_one_name() -> None:
     with running(Line()) as run:
         twin = ["--broker", run.address, "--name", TOY.name, "--preset", "nano"]
         run.command("twin", "learner", *twin)
-        wait_until(lambda: "name" in examined(run), "the twin to knock")
-        assert "another process is site-a" in examined(run)["name"]
+        wait_until(lambda: "kept out" in examined(run), "the twin to knock")
+        assert "another process is site-a" in examined(run)["kept out"]
 
 
 def test_an_empty_state_directory_at_the_old_address() -> None:
@@ -110,5 +110,5 @@ def test_an_empty_state_directory_at_the_old_address() -> None:
         run.running["broker"].kill()
         shutil.rmtree(run.state)
         run.broker(SETTINGS)
-        wait_until(lambda: "run" in examined(run), "the learner to knock")
-        assert "state directory lost" in examined(run)["run"]
+        wait_until(lambda: "kept out" in examined(run), "the learner to knock")
+        assert "state directory lost" in examined(run)["kept out"]

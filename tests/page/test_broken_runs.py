@@ -114,11 +114,17 @@ class Broken(NamedTuple):
     breaks: Callable[[Site], None]
     sentence: tuple[str, ...]
     remedy: str
+    lane: str = ""
+    """Words of a lane and of what happened."""
 
 
 CASES: Final = {
-    "up": Broken(line_up_is_cut, ("Nothing has come up from site-b for",), "uplink port"),
-    "down": Broken(line_down_is_cut, ("No version has reached site-b for",), "downlink port"),
+    "up": Broken(
+        line_up_is_cut, ("Nothing has come up from site-b for",), "uplink port", "line up cut"
+    ),
+    "down": Broken(
+        line_down_is_cut, ("No version has reached site-b for",), "downlink port", "line down cut"
+    ),
     "disk": Broken(disk_is_slow, ("disk is slow",), "faster disk"),
     "budget": Broken(
         budget_is_too_small, ("budget of the line up has been used up",), "wan.total_up"
@@ -152,4 +158,6 @@ def test_the_page_says_what_is_wrong_and_what_to_do(
     for words in case.sentence:
         expect(sentence).to_contain_text(words, timeout=SETTLED_MS)
     shown.reads("#remedy", case.remedy)
+    for place in ("#lanes", "#notices"):
+        shown.reads(place, case.lane)
     shown.check()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from model_cases import Small, loss_of, small
@@ -22,8 +23,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from narrows.learner.parameters import Parameters, local_part
+from narrows.learner.handover import AdamMoments
+from narrows.learner.parameters import Parameters, local_part, whole
+from narrows.learner.ranks.meeting import LEADER, NOTHING, Ranks
 from narrows.learner.weights import WeightWatch
+from narrows.proto.layout import build_table
 
 
 def whole_model() -> Small:
@@ -122,6 +126,34 @@ def what_an_evaluation_has_gathered_hides_nothing(folder: Path) -> None:
     assert torch.equal(evaluate(model), evaluate(adopted))
 
 
+def momentum_turns_wherever_it_lies(folder: Path) -> None:
+    """Each rank mends what it holds of the moments; the movement is the leader's."""
+    due: list[Tensor] = []
+    for make in (whole_model, ddp, fsdp, columns, rows):
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+        for each in model.parameters():
+            if each.requires_grad:
+                each.grad = each.detach() * 0.3 + 0.01
+        optimizer.step()
+        parameters = Parameters(model)
+        moments = AdamMoments(parameters, [optimizer])
+        (fragment,) = build_table(parameters.layout.entries, 1)
+        movement = np.linspace(-1e-3, 2e-3, fragment.elements, dtype=np.float32)
+        if make is whole_model:
+            before = [optimizer.state[each]["exp_avg"].clone() for each in parameters.tensors]
+            moments.hand_over(fragment, movement, 0.5)
+        else:
+            theirs = movement if dist.get_rank() == LEADER else NOTHING
+            Ranks(parameters, counts=True, moments=moments).hand_over(fragment, theirs, 0.5)
+        became = [whole(optimizer.state[each]["exp_avg"]) for each in parameters.tensors]
+        if make is whole_model:
+            due = became
+        for mended, was_due, was in zip(became, due, before, strict=True):
+            assert (was_due - was).abs().max() > 1e-4
+            torch.testing.assert_close(mended, was_due, rtol=1e-4, atol=1e-6, msg=make.__name__)
+
+
 def copied(model: Small) -> None:
     for each in model.parameters():
         each.copy_(each * 1.5)
@@ -187,4 +219,5 @@ CASES: tuple[Callable[[Path], None], ...] = (
     no_place_for_the_file,
     what_an_evaluation_has_gathered_hides_nothing,
     a_stranger_is_noticed_and_an_optimizer_is_not,
+    momentum_turns_wherever_it_lies,
 )

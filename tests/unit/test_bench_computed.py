@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from narrows.bench import codec, goodput, quality, trained
+from narrows.bench import codec, goodput, quality, quality_cells, trained
 from narrows.bench.kit import rows
 from narrows.bench.quality_cells import QualityCell
 from narrows.proto.errors import ConfigError
@@ -72,10 +72,23 @@ def test_excess_is_told_with_an_interval_of_its_pairs() -> None:
     assert row["excess_percent"] == pytest.approx(2.0)
     half = 12.706 * 2**0.5 / 2**0.5  # Standard deviation of 1% and 3%, over two pairs.
     assert row["low_percent"] == pytest.approx(2.0 - half) == 4.0 - row["high_percent"]
-    line = quality.headline([{**vars(QualityCell("1:1")), **row}])[0]
-    assert line.startswith("1:1, nobody dead, keep 0.5") and "+2.0%" in line
+    row["tokens_per_param"] = 20.0
+    lines = quality.headline([{**vars(QualityCell("1:1")), **row}])
+    assert lines[0].startswith("1:1, nobody dead, 1000 steps") and "+2.0%" in lines[0]
+    assert "35M +0.7, +2.0, +3.9" in lines[1]
     with pytest.raises(ConfigError, match="--seeds"):
         quality.quality(seeds=1)
+
+
+def test_cells_share_the_rival_that_was_searched() -> None:
+    """Holds `quality_cells.rival`."""
+    cells = [*quality_cells.site_cells(2), *quality_cells.mixed_cells(2)]
+    rivals = {quality_cells.rival(cell) for cell in cells}
+    assert len(rivals) < len(cells) / 2
+    assert all(each.handover == 0 and each.dead == "nobody" for each in rivals)
+    assert all(set(each.speeds) <= {"1", ":"} for each in rivals)
+    chosen = {seed for cell in quality_cells.searched_cells(10) for seed in cell.seed_numbers}
+    assert not any(chosen & set(cell.seed_numbers) for cell in cells)
 
 
 def test_a_seed_decides_the_loss_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +98,8 @@ def test_a_seed_decides_the_loss_of_a_run(monkeypatch: pytest.MonkeyPatch) -> No
     losses, contributors = trained.train(cell, 1)
     assert len(losses) == len(trained.MARKS) and 1.0 <= contributors < 2.0
     assert 1.0 < losses[-1] < losses[0] < 5.6
+    late = trained.train(QualityCell("1:1", dead="late", steps=16), 1)
+    assert 1.0 < late.contributors < 2.0
     assert trained.train(cell, 1) == (losses, contributors)
     assert trained.train(QualityCell("1:1", keep=0.7, steps=40), 1).contributors > contributors
     rival = trained.train_data_parallel(cell, 1)

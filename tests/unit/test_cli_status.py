@@ -13,9 +13,10 @@ from unittest.mock import Mock
 import pytest
 import zmq
 from cli_cases import Narrows
-from run_cases import admitted, broker, stranger
+from run_cases import Broker, Loop, admitted, broker, stranger
 
 from narrows.bench.kit.processes import WAIT_S
+from narrows.broker.asking import Asker
 from narrows.broker.cli import status
 from narrows.proto.errors import BrokerUnreachable
 from narrows.proto.keys import AllowList, SiteKey, new_pair, read_site_key, write_site_key
@@ -157,11 +158,11 @@ def test_watch_follows_a_run_through_an_outage_to_its_end(
     gone = BrokerUnreachable("tcp://127.0.0.1:7070 did not answer")
     ended = Status(phase="ended", run_tokens=8)
     ask = Mock(side_effect=[Status(phase="running"), gone, ended])
-    monkeypatch.setattr(status, "ask_status", ask)
+    monkeypatch.setattr(Asker, "ask", ask)
     pauses: list[float] = []
-    monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setattr(status, "time", Mock(wraps=time, sleep=pauses.append))
     assert narrows.run("watch", *flags.split(), "--every", "2s") == 0
-    assert {call.kwargs["timeout_s"] for call in ask.call_args_list} == {status.TIMEOUT_S}
+    assert {call.args for call in ask.call_args_list} == {(status.TIMEOUT_S,)}
     assert len(pauses) == 2 and 1.0 < min(pauses) <= max(pauses) <= 2.0
     lines = narrows.out.splitlines()
     if flags:
@@ -173,6 +174,22 @@ def test_watch_follows_a_run_through_an_outage_to_its_end(
         assert "✓ Nobody trains" in lines[0] and "✗ broker_unreachable" in lines[1]
         assert "✓ The run has ended: 8 tokens" in lines[2]
     assert narrows.run("watch", "--every", "soon") == 2 and "--every" in narrows.err
+
+
+def test_watch_hears_of_an_end_between_two_of_its_questions(
+    narrows: Narrows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Holds `Asker.ask` and `Host`: the broker is gone when the second question is due."""
+    run = Broker(tmp_path, {"run.goal_tokens": "100"})
+
+    def meanwhile(_: float) -> None:
+        Loop(run.address, "site-a").train()
+        run.join()
+
+    monkeypatch.setattr(status, "time", Mock(wraps=time, sleep=meanwhile))
+    assert narrows.run("watch", run.address, "--every", "1h") == 0
+    first, last = narrows.out.splitlines()
+    assert "Nobody is here yet" in first and "✓ The run has ended" in last
 
 
 def test_a_status_loads_nothing_heavy() -> None:

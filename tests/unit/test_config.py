@@ -103,6 +103,11 @@ def test_flags_win_over_the_file_the_file_over_the_preset(tmp_path: Path) -> Non
         ("", {"broker.insecure": "maybe"}, ["broker.insecure", "expected true or false"]),
         ("", {"run.seeder": "a b"}, ["run.seeder", "a learner's name"]),
         ("", {"fragments.overlap_steps": 10}, ["less than fragments.sync_period_steps = 10"]),
+        (
+            "",
+            {"fragments.handover": 0.5, "merge.outer_momentum": 0.9},
+            ["fragments.handover", "above 1.5", "Lower merge.outer_lr", "got 0.5 with 4"],
+        ),
         ("[wan\n", {}, ["broker.toml: not a TOML file", "line 1"]),
         ("[wann]\nup = 1\n", {}, ["broker.toml: wann.up: unknown key", "did you mean wan.up?"]),
         ("wan = 1\n", {}, ["wan: wrong value", "expected a table"]),

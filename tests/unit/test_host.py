@@ -111,7 +111,7 @@ def test_a_layout_of_another_life_is_dropped(house: House) -> None:
 def test_snapshots_go_on_after_a_full_disk_but_not_at_each_version(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Holds `Pipeline.durable`."""
+    """Holds `Pipeline.durable` and `Pipeline.disk`: no version that is written hides it."""
     monkeypatch.setattr(pipeline, "SNAPSHOT_VERSIONS", 1)
     (a,) = begun(house, "site-a")
     full = Mock(side_effect=OSError(errno.ENOSPC, "the disk is full"))
@@ -123,8 +123,12 @@ def test_snapshots_go_on_after_a_full_disk_but_not_at_each_version(
         house.wait(pipeline.SNAPSHOT_AGAIN_S, a)
         one_round(house, a)
         assert full.call_count == 2
+        told = house.host.status(house.now).disk
+        assert (told.error, told.snapshot_error) == ("", "[Errno 28] the disk is full")
+        assert told.error_s == 0 and told.snapshot_error_s > pipeline.SNAPSHOT_AGAIN_S
     house.wait(pipeline.SNAPSHOT_AGAIN_S, a)
     one_round(house, a)
+    assert not house.host.status(house.now).disk.snapshot_error
     ((newest,),) = house.store.query("SELECT max(version) FROM snapshots")
     assert newest == house.heads[0]
 
@@ -439,11 +443,18 @@ def test_the_end_is_durable(tmp_path: Path) -> None:
     house = House(tmp_path / "state", {"run.goal_tokens": "100"})
     (a,) = begun(house, "site-a")
     one_round(house, a)
+    watchers = [HandLearner(house, f"watcher-{index}") for index in range(host.ASKERS_MAX + 1)]
+    for each in watchers:
+        each.say(msg.AskStatus())
     a.say(msg.Report(1, 100, 1.0, (a.version,), finished=(0,)))
     house.wait(1.0)
     a.say(msg.Bye("the run has ended"))
     house.wait(1.0)
     assert house.host.finished is not None and house.host.finished.missing == ()
+    heard = [[said.phase for said in each.heard(msg.Status)] for each in watchers]
+    assert heard == [["ending"], *[["ending", "ended"]] * host.ASKERS_MAX], (
+        "told once more, unasked"
+    )
     house.kill()
     house.start()
     assert house.host.syncer.status(house.now).phase == "ended"

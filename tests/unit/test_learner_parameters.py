@@ -98,6 +98,26 @@ def strided() -> nn.Module:
     return model
 
 
+def test_arrays_are_made_once_and_anew_where_the_parameters_have_other_memory() -> None:
+    """Holds `Parameters.arrays`."""
+    model = small()
+    parameters = Parameters(model)
+    (fragment,) = build_table(parameters.layout.entries, 1)
+    arrays = parameters.arrays(fragment)
+    assert arrays is not None and parameters.arrays(fragment) is arrays
+    model.to(torch.float64).to(torch.float32)
+    moved = parameters.arrays(fragment)
+    assert moved is not None
+    for array in moved:
+        array[:] = 7.0
+    assert (read(parameters, fragment) == 7.0).all(), "they share the memory that is in use"
+    model.to(torch.bfloat16)
+    assert parameters.arrays(fragment) is None
+    of_strided = Parameters(strided())
+    (fragment,) = build_table(of_strided.layout.entries, 1)
+    assert of_strided.arrays(fragment) is None
+
+
 @pytest.mark.parametrize("make", [small, strided])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_values_are_written_in_place_rounded_and_where_the_layout_says(

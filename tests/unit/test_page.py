@@ -14,7 +14,7 @@ from narrows.broker.page.history import BIN_S, CURVES_MAX, POINTS_MAX, History, 
 from narrows.broker.page.metrics import StatusCollector
 from narrows.broker.page.server import Watcher, application
 from narrows.proto.errors import BrokerUnreachable, ErrorCode, Refused
-from narrows.proto.messages import LearnerState, Status
+from narrows.proto.messages import LearnerState, RefusalStatus, Status
 
 NOON = 1_000_000.0
 
@@ -72,6 +72,20 @@ def test_a_learner_that_dies_is_seen_in_its_lane_and_named() -> None:
     assert [text for _, text in change["notices"]] == ["site-0001: lost"]
 
 
+def test_a_lane_shows_that_a_line_is_cut_and_a_refusal_is_noticed() -> None:
+    run = MadeUpRun(2)
+    history = fed(run, 10)
+    status = run.ask()
+    status.learners["site-0001"].no_data_s = 40.0
+    refused = RefusalStatus("site-x", "layout_differs", "site-x: layout_differs: another model", 1)
+    for seconds in (11, 12):
+        history.take(replace(status, refused=(refused,)), NOON + seconds)
+        row = history.everything()["learners"]["site-0001"]
+        assert row["states"][-1] == "c" and row["text"] == "line up cut, 40 s"
+    texts = [text for _, text in history.everything()["notices"]]
+    assert texts == ["site-x was refused: another model", "site-0001: line up cut"]
+
+
 def test_a_broker_that_is_gone_is_told_since_when_and_what_to_do_until_it_is_back() -> None:
     run = MadeUpRun(2)
     history = fed(run, 10)
@@ -88,6 +102,21 @@ def test_a_broker_that_is_gone_is_told_since_when_and_what_to_do_until_it_is_bac
     assert texts[:2] == ["the broker does not answer", "the broker is back after 19 s"]
     states = history.everything()["learners"]["site-0000"]["states"]
     assert "?" in states[1:] and states[-1] in module.LETTERS.values()
+
+
+def test_a_broker_that_has_ended_with_its_run_is_not_missed() -> None:
+    run = MadeUpRun(1)
+    history = fed(run, 10)
+    gone = BrokerUnreachable("tcp://x did not answer")
+    history.take(replace(run.ask(), phase="ended", awaited=("site-0000",)), NOON + 11)
+    history.failed(gone, NOON + 12)
+    assert history.verdict.level == "bad", "a learner lacks the final model"
+    history.take(replace(run.ask(), phase="ended"), NOON + 13)
+    history.failed(gone, NOON + 14)
+    assert history.verdict.text.startswith("The run has ended: "), "and the level is ok"
+    assert history.change()["notices"] == [] and not history.is_answering
+    history.take(replace(run.ask(), phase="ended"), NOON + 20)
+    assert history.change()["notices"] == [(NOON + 20, "the broker is back after 6 s")]
 
 
 @pytest.mark.parametrize("count", [CURVES_MAX, CURVES_MAX + 1])

@@ -734,14 +734,14 @@ def test_an_adoption_keeps_half_and_says_whether_the_push_is_merged() -> None:
     seat.publish(1, 1)
     seat.step()
     assert seat.take(Adopt) == [
-        Adopt(0, 1, 1, 0.5, merged=True),
-        Adopt(1, 1, 2, 0.5, merged=False),
+        Adopt(0, 1, 1, 0.5, merged=True, base=0),
+        Adopt(1, 1, 2, 0.5, merged=False, base=0),
     ]
     assert [part.push_id for part in seat.session.parts] == [0, 2]
     assert (seat.session.merged_tokens, seat.session.lost_tokens) == (4, 0), "half of the model"
     seat.publish(1, 2, 2)
     seat.step()
-    assert seat.take(Adopt) == [Adopt(1, 2, 2, 0.5, merged=True)]
+    assert seat.take(Adopt) == [Adopt(1, 2, 2, 0.5, merged=True, base=1)]
 
 
 def test_no_round_is_open_as_far_as_a_learner_knows_that_is_cut_off() -> None:
@@ -766,7 +766,7 @@ def test_a_slow_learner_pushes_at_every_boundary_and_keeps_everything() -> None:
     seat.publish(0, 2, 1)
     seat.step(after_s=2.0)
     # Two versions behind at each of its steps, and that is no absence.
-    assert seat.take(Adopt) == [Adopt(0, 2, 1, 1.0, merged=True)]
+    assert seat.take(Adopt) == [Adopt(0, 2, 1, 1.0, merged=True, base=0)]
     assert [each.base for each in seat.take(Snapshot) if each.fragment == 0] == [2]
 
 
@@ -787,7 +787,7 @@ def test_work_of_an_absence_is_given_up_but_its_waiting_push_is_not(
         assert note.event == "given_up" and note.warning is is_warned_of
         assert ("raise fragments.sync_period_steps" in note.text) is not is_warned_of
     first = seat.take(Adopt)[0]
-    assert first == Adopt(0, 2, 1, 0.0, merged=False)
+    assert first == Adopt(0, 2, 1, 0.0, merged=False, base=0)
     assert seat.session.parts[0].push_id == 1 and seat.session.parts[0].lost_tokens > 9 + 10
 
 

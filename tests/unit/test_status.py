@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import msgspec
 import pytest
-from desk import configure, running
+from desk import Desk, configure, running
 from learner_cases import HandLearner, House, begun
 
 from narrows.broker.config import BrokerConfig, load_broker
@@ -19,7 +19,9 @@ from narrows.broker.process.service import Service
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import FIRST_STEP_S, STALLED_S
 from narrows.broker.syncer.status import REFUSED_MAX, REFUSED_S
+from narrows.broker.verdict import verdict
 from narrows.proto import messages as msg
+from narrows.proto.timing import HELLO_S
 from narrows.proto.wire import ENVELOPE, decode_control, plain
 
 EVERYBODY = configure(run={"mode": msg.Mode.STREAMING}, merge={"quorum": 0})
@@ -153,6 +155,42 @@ def test_who_was_refused_is_told_for_ten_minutes(house: House) -> None:
     stranger.say(foreign)
     (refused,) = house.host.status(house.now).refused
     assert (refused.learner, refused.code) == ("stranger", "wrong_run")
+    stranger.say(old)
+    stranger.hello()
+    assert house.host.status(house.now).refused == (), "it has joined since"
+
+
+def test_a_second_process_with_a_living_name_is_told(house: House) -> None:
+    """Holds `kept_out`: but not a learner that is started again while its name is in use."""
+    (a,) = begun(house, "site-a")
+    second = HandLearner(house, "site-a")
+    second.peer = "02"
+    second.incarnation = "site-a.00000002"
+    hello = msg.Hello(msg.PROTOCOL, "site-a", second.incarnation, "", "", "0" * 32, ())
+    said: list[str] = []
+    for _ in range(10):
+        second.say(hello)
+        house.wait(HELLO_S, a)
+        said.append(verdict(house.host.status(house.now)).text)
+    assert not any("second process" in text for text in said[:4]) and "second process" in said[4]
+    assert "with the name site-a was refused 10 times, last 1 s ago" in said[-1]
+
+
+def test_a_seeder_that_sends_nothing_is_told() -> None:
+    """Holds `Seeding`: with each chunk its time begins anew."""
+    desk = Desk()
+    desk.hello("a")
+    desk.pass_(25.0, "a")
+    desk.layout("a")
+    desk.pass_(25.0, "a")
+    desk.seed_chunk("a", 0, 0)
+    assert not desk.status.learners["a"].no_data_s
+    assert len(desk.noted("no_data")) == 2
+    desk.pass_(31.0, "a")
+    told = verdict(desk.status)
+    assert told.level == "bad" and "from a for 31 s, though it is to send version 0" in told.text
+    desk.seed("a")
+    assert not desk.status.learners["a"].no_data_s
 
 
 def test_of_many_that_are_refused_the_newest_are_told() -> None:

@@ -75,11 +75,8 @@ def test_learners_of_another_run_are_named_once_each_and_come_back() -> None:
     assert refusal.code in RETRIED and refusal.message.startswith("this broker holds another run")
     assert (refusal.expected, refusal.got) == (f"run {RUN}", f"run {'x' * 80}")
     assert not desk.noted("refused") and len(desk.noted("other_run")) == 2
-    text = desk.noted("other_run")[0].text
-    shown = desk.status.waiting_for
-    assert shown[0] == f"its operator: {text}" and "which is empty: was the state dir" in text
+    assert "which is empty: was the state dir" in desk.noted("other_run")[0].text
     desk.pass_(60.0)
-    assert len(desk.status.waiting_for) == 1
     desk.hello("site-a", run_id="x")
     assert len(desk.noted("other_run")) == 3, "after a minute without it that is news again"
 
@@ -145,7 +142,7 @@ def test_an_operator_who_stops_the_broker_sends_everybody_away() -> None:
     desk.take(ev.Send)
     desk.do(desk.syncer.stop, "maintenance")
     assert [bye.reason for bye in desk.told(msg.Bye)] == ["maintenance"] * 2
-    assert desk.status.waiting_for == ("nobody: the broker stops (maintenance)",)
+    assert desk.status.stopping == "maintenance"
     desk.pass_(5.0, "a", "b", steps_per_s=10)
     assert not desk.take(ev.MergeRound)
 
@@ -336,9 +333,6 @@ def test_a_learner_is_paused_silent_lost_or_gone() -> None:
     desk.leave("b")
     states.append(desk.status.learners["b"].state)
     assert states == ["paused", "silent", "lost", "left"]
-    assert desk.status.waiting_for == ("learners: none is here",)
-    desk.hello("c")
-    assert desk.status.waiting_for == ("learners: c to fetch the model",)
 
 
 def test_a_firewall_in_the_way_is_named_once() -> None:
@@ -529,7 +523,7 @@ def test_every_fragment_gets_a_last_round_and_everybody_the_final_model() -> Non
     desk.pass_(1.0, "a", "b")
     beat = desk.told(msg.Beat, "a")[-1]
     assert beat.phase is msg.Phase.ENDED and beat.heads == (2, 1, 1, 1)
-    assert desk.status.waiting_for == ("a, b to adopt the final model",)
+    assert desk.status.awaited == ("a", "b")
     desk.leave("a")
     desk.report("b", 30)
     assert not events(desk), "b holds the heads, and may not know yet that they are final"
@@ -558,7 +552,7 @@ def test_a_learner_that_stands_still_costs_30_s_in_all_and_is_named() -> None:
     assert events(desk) == ["CommitEnd"]
     hang(desk, 29)
     assert events(desk) == ["CommitEnd"], "a is waited for anew: it owes no push"
-    assert desk.status.waiting_for == ("a to adopt the final model",)
+    assert desk.status.awaited == ("a",)
     desk.leave("a")
     assert desk.take(ev.Finish) == [ev.Finish(("b (fragment 0)",))]
 
@@ -596,7 +590,7 @@ def test_a_full_disk_at_the_end_takes_nobodys_time() -> None:
         desk.report("c", 10, bases=BEHIND)
     assert events(desk) == ["CommitEnd"]
     desk.do(desk.syncer.done, ev.CommitEnd())
-    assert desk.status.waiting_for == ("a, b to adopt the final model",)
+    assert desk.status.awaited == ("a", "b")
 
 
 def test_a_learner_that_is_cut_off_at_the_end_may_come_back() -> None:

@@ -54,7 +54,6 @@ def test_the_pace_is_the_harmonic_mean(contribute: bool) -> None:
     period_s = desk.status.period_s
     desk.report("a", 2100, paused="evaluating")
     desk.pass_(10.0)
-    assert desk.status.waiting_for == ("learners: a paused",)
     assert desk.status.period_s == period_s, "it stands while nobody trains"
 
 

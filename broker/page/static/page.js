@@ -7,6 +7,7 @@ import { drawChart, short } from "/static/charts.js";
 const STATES = {
   t: ["training", "●"], j: ["joining", "◔"], p: ["paused", "❚❚"], s: ["silent", "○"],
   n: ["no steps", "◇"], l: ["lost", "✕"], x: ["left", "–"], k: ["key revoked", "⊘"],
+  c: ["line cut", "!"],
 };
 const UNKNOWN = ["not known", "?"];
 const KEPT_POINTS = 1200;
@@ -152,6 +153,7 @@ function drawLane(canvas, { states, merged }, colours) {
     if (letter === "s") pen.fillRect(left, height / 2 + height / 5, wide, height / 14);
     if (letter === "n") pen.fillRect(left, height / 2 - height / 14, wide, height / 7);
     if (letter === "l" || letter === "k") pen.fillRect(left, height / 2 - height / 12, step, height / 6);
+    if (letter === "c") pen.fillRect(left, 0, wide, height / 8);
     if (letter === "x") pen.fillRect(left, height - height / 20, wide / 2, height / 20);
   });
 }
