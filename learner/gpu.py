@@ -94,12 +94,12 @@ class TorchIsland(HostIsland):
         if rule.push is not None:
             coded: DeviceCodes | None = rule.push.on_device
             places.add(None if coded is None else coded.codes.device)
-        if None not in places and len(places) == 1:
-            movement = self._movement(fragment, rule)
-            return Prepared(prepare_on_device(fragment, rule), rule.keep, rule.share, movement)
-        old = self._in_host_memory(fragment, rule.old)
-        new = self._in_host_memory(fragment, rule.new)
-        return super().prepare(fragment, rule._replace(old=old, new=new))
+        if None in places or len(places) > 1:
+            old = self._in_host_memory(fragment, rule.old)
+            new = self._in_host_memory(fragment, rule.new)
+            return super().prepare(fragment, rule._replace(old=old, new=new))
+        movement = self._movement(fragment, rule)
+        return Prepared(prepare_on_device(fragment, rule), rule.keep, rule.share, movement)
 
     def _movement(self, fragment: Fragment, rule: Adoption) -> Any:
         # From host memory: where parameters have fewer bits, the exact copies are there alone.
