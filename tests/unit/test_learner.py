@@ -38,7 +38,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
     with broker(tmp_path_factory.mktemp("run")) as made:
         seed = Loop(made.address, "seed")
         done = threading.Event()
-        thread = threading.Thread(target=seed.train, args=(done.is_set,))
+
+        def life() -> None:
+            with seed.learner:
+                while not done.is_set():  # As long as the tests of this module take.
+                    seed.step()
+
+        thread = threading.Thread(target=life)
         thread.start()
         wait_until(lambda: min(seed.versions, default=0) >= 1, "the first versions")
         yield made
