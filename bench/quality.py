@@ -4,9 +4,8 @@ The hosts of broker and learners are the real ones, the time is virtual, and the
 reference GPT: so the seed decides a loss, however busy the machine is. Data parallel is one model
 whose step takes a batch of each learner, with the exact mean gradient and the same schedule.
 
-Data parallel is a rival that was searched as widely as the runs: over Adam's beta1 and the peak
-learning rate, for each length of a run. `--search` repeats its search. Seeds that chose a setting
-report nothing.
+Data parallel is a rival that was searched: over Adam's beta1 and the peak learning rate, for each
+length of a run. `--search` repeats that. Seeds that chose a setting report nothing.
 
 All unequal cells, and the equal ones beside them, see the same number of tokens, whichever of their
 learners trains on them.
