@@ -82,8 +82,15 @@ def test_a_lane_shows_that_a_line_is_cut_and_a_refusal_is_noticed() -> None:
         history.take(replace(status, refused=(refused,)), NOON + seconds)
         row = history.everything()["learners"]["site-0001"]
         assert row["states"][-1] == "c" and row["text"] == "line up cut, 40 s"
+    assert history.everything()["refusals"] == [(NOON + 11, "site-x was refused: another model")]
+    for number in range(50):  # Without keys, a peer may have any name.
+        other = (replace(refused, learner=f"x{number}", text="no"),)
+        history.take(replace(status, refused=other), NOON + 13)
+    assert history.everything()["refusals"] == [
+        (NOON + 13, f"x{number} was refused: no") for number in range(45, 50)
+    ]
     texts = [text for _, text in history.everything()["notices"]]
-    assert texts == ["site-x was refused: another model", "site-0001: line up cut"]
+    assert texts == ["site-0001: line up cut"]
 
 
 def test_a_broker_that_is_gone_is_told_since_when_and_what_to_do_until_it_is_back() -> None:
