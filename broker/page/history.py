@@ -128,6 +128,13 @@ class History:
 
     # What happens.
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run has ended, and nobody lacks its final model: the broker may go."""
+        return (
+            self.status is not None and self.status.phase == Phase.ENDED and not self.status.awaited
+        )
+
     def failed(self, error: Exception, now: float) -> None:
         """The broker did not answer, or not with what it was asked for."""
         self._begin_change()
@@ -135,9 +142,8 @@ class History:
         if was_answering or not self._gone_at:
             self._gone_at = now
         self.is_answering = False
-        status = self.status
-        if status is not None and status.phase == Phase.ENDED and not status.awaited:
-            return  # It has ended with its run: the last sentence stays true.
+        if self.has_ended:
+            return  # The broker has ended with its run: the last sentence stays true.
         if was_answering:
             self._notice("the broker does not answer", now)
             for name, lane in self._lanes.items():
