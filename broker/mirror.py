@@ -105,8 +105,9 @@ class Piece(msgspec.Struct, frozen=True):
 
     since: int
     until: int
-    rows: int
     key: str
+    rows: int = 0
+    """0: a release that did not say it wrote the piece, which is joined at the next push."""
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -194,7 +195,12 @@ class Mirror:
         self._manifest = _decoded(self._written) if self._written else None
         batches = obstore.list(store)
         paths = {each["path"] for batch in batches for each in batch}
-        self._present = {path for path in paths if _OURS.fullmatch(path)}
+        # Earlier releases wrote the manifest before beside LATEST, and nobody reads it.
+        self._present = {
+            path
+            for path in paths
+            if _OURS.fullmatch(path) or (self._written and path == "previous.json")
+        }
         """The objects that are there, as far as this life knows: it may delete them."""
 
     def push(self) -> tuple[Manifest, int] | None:
@@ -274,7 +280,7 @@ class Mirror:
         # Compressed, the rows of a long run with many learners would still fill the memory.
         spool = open_files.enter_context(TemporaryFile())
         for until, rows in _cuts(history, since) or [(manifest.seq, 0)]:
-            piece = Piece(since, until, rows, self._key(f"rows/{until}"))
+            piece = Piece(since, until, self._key(f"rows/{until}"), rows)
             pieces.append(piece)
             start = spool.tell()
             spool.write(zstandard.compress(msgspec.msgpack.encode(_rows(history, since, until))))

@@ -79,15 +79,16 @@ def verdict(status: Status) -> Verdict:
 
 
 def learner_text(learner: LearnerStatus) -> tuple[str, str]:
-    """A word for how a learner is, and the same with the reason and since when. The word is its
-    state, unless its line is cut one way: then the state alone would look well."""
+    """A word for how a learner is, and the same with the reason and, unless it trains, since when.
+    The word is its state, unless its line is cut one way: then the state alone would look well."""
     word, since_s = learner.state, learner.since_s
     if learner.no_version_s >= EVIDENCE_S:
         word, since_s = "line down cut", learner.no_version_s
     if learner.no_data_s >= EVIDENCE_S:
         word, since_s = "line up cut", learner.no_data_s
     reason = f": {learner.reason}" if learner.reason else ""
-    return word, f"{word}{reason}, {duration(since_s)}"
+    since = "" if word == LearnerState.TRAINING else f", {duration(since_s)}"
+    return word, f"{word}{reason}{since}"
 
 
 def duration(seconds: float) -> str:

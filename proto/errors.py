@@ -26,7 +26,7 @@ class ErrorCode(StrEnum):
     # The session is refused. A learner raises, unless the code is in RETRIED.
     PROTOCOL_VERSION = "protocol_version", "another version of the wire", SAME_VERSION
     LAYOUT_DIFFERS = "layout_differs", "not the run's model", "the run's model code, or another run"
-    WRONG_RUN = "wrong_run", "the learner belongs to another run", "the right state directory"
+    WRONG_RUN = "wrong_run", "the learner has another run", "start the broker with that run's files"
     NAME_IN_USE = "name_in_use", "another process has this name", "stop it, or use another name"
     BAD_NAME = "bad_name", "incarnation and name do not fit", "make the incarnation of the name"
     KEY_NAME = "key_name", "the key speaks for another site", "use a name of the key's site"

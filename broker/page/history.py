@@ -17,7 +17,6 @@ from typing import Any, Final
 
 from narrows.broker.page.words import figures, lane_text, run_line
 from narrows.broker.verdict import (
-    NAMED_MAX,
     Verdict,
     duration,
     kept_out,
@@ -38,6 +37,8 @@ POINTS_MAX: Final = 600
 CURVES_MAX: Final = 12
 """Learners with a curve of their own; of more, a chart shows the median and a band."""
 NOTICES_MAX: Final = 40
+REFUSALS_MAX: Final = 5
+"""Notices of refusals, beside the others: peers that the broker does not know push out no news."""
 
 LETTERS: Final[Mapping[str, str]] = {
     LearnerState.JOINING: "j",
@@ -118,6 +119,7 @@ class History:
         """More than CURVES_MAX learners have told a loss so far: the band takes their place."""
         self._notices: deque[tuple[float, str]] = deque(maxlen=NOTICES_MAX)
         self._fresh_notices: list[tuple[float, str]] = []
+        self._refusals: deque[tuple[float, str]] = deque(maxlen=REFUSALS_MAX)
         self._published_elements = 0.0
         """Elements of publications since the first Status, once for each learner that was here."""
         self._down_bytes = 0
@@ -126,6 +128,13 @@ class History:
 
     # What happens.
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run has ended, and nobody lacks its final model: the broker may go."""
+        return (
+            self.status is not None and self.status.phase == Phase.ENDED and not self.status.awaited
+        )
+
     def failed(self, error: Exception, now: float) -> None:
         """The broker did not answer, or not with what it was asked for."""
         self._begin_change()
@@ -133,9 +142,8 @@ class History:
         if was_answering or not self._gone_at:
             self._gone_at = now
         self.is_answering = False
-        status = self.status
-        if status is not None and status.phase == Phase.ENDED and not status.awaited:
-            return  # It has ended with its run: the last sentence stays true.
+        if self.has_ended:
+            return  # The broker has ended with its run: the last sentence stays true.
         if was_answering:
             self._notice("the broker does not answer", now)
             for name, lane in self._lanes.items():
@@ -188,9 +196,11 @@ class History:
         if before.phase != status.phase:
             self._notice(f"the run is {status.phase}", now)
         known = {(each.learner, each.code) for each in kept_out(before)}
-        fresh = [each for each in kept_out(status) if (each.learner, each.code) not in known]
-        for each in fresh[-NAMED_MAX:]:
-            self._notice(refusal_text(each), now)
+        self._refusals.extend(
+            (now, refusal_text(each))
+            for each in kept_out(status)
+            if (each.learner, each.code) not in known
+        )
         if status.disk.error and not before.disk.error:
             self._notice(f"the disk refuses what is written: {status.disk.error}", now)
         if before.disk.error and not status.disk.error:
@@ -294,6 +304,7 @@ class History:
                 "remedy": self.verdict.remedy,
             },
             "bin": self._bin,
+            "refusals": list(self._refusals),
             "run": "",
             "figures": [],
             "fragments": [],

@@ -20,7 +20,7 @@ PREFIX: Final = "narrows"
 
 class StatusCollector(Collector):
     """Tells what the page's history holds. While the broker does not answer, it tells
-    narrows_up 0 alone: old figures would look like new ones."""
+    that alone, and whether its run has ended: old figures would look like new ones."""
 
     def __init__(self, history: Callable[[], History]) -> None:
         self._history = history
@@ -28,6 +28,7 @@ class StatusCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         history = self._history()
         yield gauge("up", "1 while the broker answers, else 0.", float(history.is_answering))
+        yield gauge("run_ended", "1 once the broker may go, else 0.", float(history.has_ended))
         if history.is_answering and history.status is not None:
             yield from run_metrics(history.status)
             yield from learner_metrics(history.status)

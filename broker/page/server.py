@@ -181,7 +181,7 @@ def application(watcher: Watcher, *, behind_proxy: bool = False) -> Starlette:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def healthz(request: Request) -> Response:
-        status = 200 if watcher.history.is_answering else 503
+        status = 200 if watcher.history.is_answering or watcher.history.has_ended else 503
         return PlainTextResponse(f"{watcher.history.verdict.text}\n", status)
 
     @asynccontextmanager

@@ -240,9 +240,10 @@ class Host:
                 self.pipeline.commit_end(effect)
             case ev.Finish():
                 self.finished = effect
+                told = self.status(now)
                 # Else who asks now and then could not tell this end from an outage.
                 for peer in self._askers:
-                    self._send(peer, self.status(now), now)
+                    self._send(peer, told, now)
             case ev.Note():
                 self._note(effect, now)
 

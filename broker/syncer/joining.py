@@ -157,15 +157,25 @@ class Joining:
         """Names a learner of another run once, though it says Hello each second."""
         state = self.state
         mine = f"is at version {max(state.heads)}" if state.heads else "is empty"
-        text = (
-            f"{hello.name} belongs to run {short(hello.run_id)}, and this broker holds run "
-            f"{state.run_id}, which {mine}: was the state directory lost, or is it not mounted?"
+        what = (
+            f"belongs to run {short(hello.run_id)}, and this broker holds run {state.run_id}, "
+            f"which {mine}"
         )
         # The newest Hello stands last.
-        _, seen_at = state.strangers.pop(hello.name, ("", -STRANGER_S))
-        state.strangers[hello.name] = (text, now)
+        _, seen_at, times = state.strangers.pop(hello.name, ("", -STRANGER_S, 0))
+        told = (
+            f"{hello.name}: it {what} (expected run {state.run_id}). Start the broker with the "
+            "state directory of that run, which was lost or is not mounted; if that run is over, "
+            f"stop {hello.name}"
+        )
+        state.strangers[hello.name] = (told, now, times + 1)
         if now >= seen_at + STRANGER_S:
-            state.note("other_run", text, warning=True, learner=hello.name)
+            state.note(
+                "other_run",
+                f"{hello.name} {what}: was the state directory lost, or is it not mounted?",
+                warning=True,
+                learner=hello.name,
+            )
         if len(state.strangers) > NAMES_MAX:
             del state.strangers[next(iter(state.strangers))]
 

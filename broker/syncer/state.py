@@ -167,8 +167,11 @@ class State:
     stopping: str = ""
     """Why the process stops; "" while it serves."""
     members: Members = field(default_factory=Members)
-    strangers: dict[str, tuple[str, float]] = field(default_factory=dict[str, tuple[str, float]])
-    """Name -> words about it, and the time of its newest Hello: learners of another run."""
+    strangers: dict[str, tuple[str, float, int]] = field(
+        default_factory=dict[str, tuple[str, float, int]]
+    )
+    """Name -> its refusal in words, time of its newest Hello, and their number: learners of another
+    run."""
     effects: deque[ev.Effect] = field(default_factory=deque[ev.Effect])
     beat_at: float = float("-inf")
     """When everybody was sent a Beat last; minus infinity: it is to be at the end of this event."""

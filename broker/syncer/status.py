@@ -102,8 +102,8 @@ def status(state: State, seeding: Seeding, rounds: Rounds, ending: Ending, now: 
             total_down_limit=float(state.config.wan.total_down),
         ),
         refused=tuple(
-            RefusalStatus(name, ErrorCode.WRONG_RUN, text, now - seen_at, 1)
-            for name, (text, seen_at) in list(state.strangers.items())[-REFUSED_MAX:]
+            RefusalStatus(name, ErrorCode.WRONG_RUN, text, now - seen_at, times)
+            for name, (text, seen_at, times) in list(state.strangers.items())[-REFUSED_MAX:]
             if now < seen_at + REFUSED_S
         ),
         fragments=tuple(

@@ -438,7 +438,7 @@ def test_a_start_that_takes_long_shortens_no_wait(
     assert not house.noted("stood_still")
 
 
-def test_the_end_is_durable(tmp_path: Path) -> None:
+def test_the_end_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Holds `Pipeline.commit_end`."""
     house = House(tmp_path / "state", {"run.goal_tokens": "100"})
     (a,) = begun(house, "site-a")
@@ -446,11 +446,14 @@ def test_the_end_is_durable(tmp_path: Path) -> None:
     watchers = [HandLearner(house, f"watcher-{index}") for index in range(host.ASKERS_MAX + 1)]
     for each in watchers:
         each.say(msg.AskStatus())
+    built = Mock(wraps=house.host.status)
+    monkeypatch.setattr(house.host, "status", built)
     a.say(msg.Report(1, 100, 1.0, (a.version,), finished=(0,)))
     house.wait(1.0)
     a.say(msg.Bye("the run has ended"))
     house.wait(1.0)
     assert house.host.finished is not None and house.host.finished.missing == ()
+    assert built.call_count == 1, "for all who asked"
     heard = [[said.phase for said in each.heard(msg.Status)] for each in watchers]
     assert heard == [["ending"], *[["ending", "ended"]] * host.ASKERS_MAX], (
         "told once more, unasked"

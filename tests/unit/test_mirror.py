@@ -121,6 +121,21 @@ def test_a_directory_of_an_older_schema_is_restored(
     assert heads(tmp_path / "restored") == heads(run.folder)
 
 
+def test_a_copy_of_a_release_before_is_restored_and_goes_on(run: Run, tmp_path: Path) -> None:
+    """Pieces did not say their rows, and the manifest before was kept."""
+    store = MemoryStore()
+    Mirror(run.folder, store).push()
+    said = msgspec.json.encode(latest(store)).replace(b'"rows"', b'"unknown"')
+    for name in ("latest.json", "previous.json"):
+        obstore.put(store, name, said)
+    pull(store, tmp_path / "before")
+    run.rounds(1)
+    Mirror(run.folder, store).push()
+    pull(store, tmp_path / "after")
+    assert [check_whole(tmp_path / name) for name in ("before", "after")] == [2, 4]
+    assert len(latest(store).pieces) == 1 and "previous.json" not in objects(store)
+
+
 def heads_of(run: Run) -> list[tuple[int, str]]:
     run.store.close()
     return heads(run.folder)

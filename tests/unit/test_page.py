@@ -82,8 +82,15 @@ def test_a_lane_shows_that_a_line_is_cut_and_a_refusal_is_noticed() -> None:
         history.take(replace(status, refused=(refused,)), NOON + seconds)
         row = history.everything()["learners"]["site-0001"]
         assert row["states"][-1] == "c" and row["text"] == "line up cut, 40 s"
+    assert history.everything()["refusals"] == [(NOON + 11, "site-x was refused: another model")]
+    for number in range(50):  # Without keys, a peer may have any name.
+        other = (replace(refused, learner=f"x{number}", text="no"),)
+        history.take(replace(status, refused=other), NOON + 13)
+    assert history.everything()["refusals"] == [
+        (NOON + 13, f"x{number} was refused: no") for number in range(45, 50)
+    ]
     texts = [text for _, text in history.everything()["notices"]]
-    assert texts == ["site-x was refused: another model", "site-0001: line up cut"]
+    assert texts == ["site-0001: line up cut"]
 
 
 def test_a_broker_that_is_gone_is_told_since_when_and_what_to_do_until_it_is_back() -> None:
@@ -115,6 +122,9 @@ def test_a_broker_that_has_ended_with_its_run_is_not_missed() -> None:
     history.failed(gone, NOON + 14)
     assert history.verdict.text.startswith("The run has ended: "), "and the level is ok"
     assert history.change()["notices"] == [] and not history.is_answering
+    metrics = StatusCollector(lambda: history).collect()
+    assert [each.samples[0].value for each in metrics] == [0.0, 1.0], "up, run_ended"
+    assert answered(Watcher(run.ask, lambda: history), "/healthz")["status"] == 200
     history.take(replace(run.ask(), phase="ended"), NOON + 20)
     assert history.change()["notices"] == [(NOON + 20, "the broker is back after 6 s")]
 
@@ -254,20 +264,10 @@ def raise_(error: Exception) -> Status:
     raise error
 
 
-@pytest.mark.parametrize(
-    ("host", "behind_proxy", "code"),
-    [
-        ("127.0.0.1:7080", False, 200), ("localhost", False, 200), ("[::1]:7080", False, 200),
-        ("evil.example:7080", False, 403), ("", False, 403), ("[", False, 403),
-        ("127.0.0.1.evil.example", False, 403), ("runs.example", True, 200),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/none"])
-def test_every_answer_is_guarded(path: str, host: str, behind_proxy: bool, code: int) -> None:
-    """Another site's name that leads to this machine reads nothing, and no answer lacks the
-    policy."""
-    watcher = Watcher(MadeUpRun(1).ask, History)
-    asyncio.run(watcher.poll())
+def answered(
+    watcher: Watcher, path: str, *, host: str = "localhost", behind_proxy: bool = False
+) -> Any:
+    """Status and headers of an answer."""
     app = application(watcher, behind_proxy=behind_proxy)
     scope = {
         "type": "http", "method": "GET", "path": path, "query_string": b"", "root_path": "",
@@ -282,8 +282,26 @@ def test_every_answer_is_guarded(path: str, host: str, behind_proxy: bool, code:
         return {"type": "http.request", "body": b"", "more_body": False}
 
     asyncio.run(app(scope, receive, send))
-    assert sent[0]["status"] == (404 if path == "/none" and code == 200 else code)
-    headers = dict(sent[0]["headers"])
+    return sent[0]
+
+
+@pytest.mark.parametrize(
+    ("host", "behind_proxy", "code"),
+    [
+        ("127.0.0.1:7080", False, 200), ("localhost", False, 200), ("[::1]:7080", False, 200),
+        ("evil.example:7080", False, 403), ("", False, 403), ("[", False, 403),
+        ("127.0.0.1.evil.example", False, 403), ("runs.example", True, 200),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/none"])
+def test_every_answer_is_guarded(path: str, host: str, behind_proxy: bool, code: int) -> None:
+    """Another site's name that leads to this machine reads nothing, and no answer lacks the
+    policy."""
+    watcher = Watcher(MadeUpRun(1).ask, History)
+    asyncio.run(watcher.poll())
+    begun = answered(watcher, path, host=host, behind_proxy=behind_proxy)
+    assert begun["status"] == (404 if path == "/none" and code == 200 else code)
+    headers = dict(begun["headers"])
     assert b"default-src 'none'" in headers[b"content-security-policy"]
     assert headers[b"x-content-type-options"] == b"nosniff"
 
@@ -299,4 +317,6 @@ def test_metrics_of_a_broker_that_is_gone_are_only_that_it_is() -> None:
     assert len(names) == len(set(names))
     asyncio.run(watcher.poll())
     alone = list(StatusCollector(lambda: watcher.history).collect())
-    assert [(each.name, each.samples[0].value) for each in alone] == [("narrows_up", 0.0)]
+    assert [(each.name, each.samples[0].value) for each in alone] == [
+        ("narrows_up", 0.0), ("narrows_run_ended", 0.0),
+    ]  # fmt: skip

@@ -11,6 +11,7 @@ from desk import CHUNKS, EPOCH, LAYOUT, RUN, Desk, configure, incarnation, resum
 
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import RATE_MIN
+from narrows.broker.verdict import verdict
 from narrows.proto import messages as msg
 from narrows.proto.errors import RETRIED
 from narrows.proto.layout import fingerprint
@@ -78,6 +79,13 @@ def test_learners_of_another_run_are_named_once_each_and_come_back() -> None:
     assert "which is empty: was the state dir" in desk.noted("other_run")[0].text
     desk.pass_(60.0)
     desk.hello("site-a", run_id="x")
+    assert verdict(desk.status) == (
+        "warning",
+        "site-a was refused 6 times, last 0 s ago: it belongs to run x, and this broker holds run "
+        f"{RUN}, which is empty",
+        "Start the broker with the state directory of that run, which was lost or is not mounted; "
+        "if that run is over, stop site-a",
+    )
     assert len(desk.noted("other_run")) == 3, "after a minute without it that is news again"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from narrows.broker.verdict import OTHERWISE, RUNNING, duration, verdict
+from narrows.broker.verdict import OTHERWISE, RUNNING, duration, learner_text, verdict
 from narrows.proto import messages as msg
 
 QUORUM = msg.QuorumStatus(needed=1, at_start=1, here=3, ready=3, training=3)
@@ -260,3 +260,4 @@ def test_an_empty_status_has_a_sentence() -> None:
     assert [duration(s) for s in (40.0, 119.0, 120.0, 7200.0, 2e5)] == [
         "40 s", "119 s", "2 min", "2 h", "2 days",
     ]  # fmt: skip
+    assert learner_text(msg.LearnerStatus(state="training", since_s=1e4))[1] == "training"

@@ -16,7 +16,7 @@ const KEPT_NOTICES = 40;
 const OVERSCAN = 3;
 
 const $ = (id) => document.getElementById(id);
-const seen = { learners: {}, names: [], rates: [], curves: {}, band: [], notices: [], limits: [], bin: 0 };
+const seen = { learners: {}, names: [], rates: [], curves: {}, band: [], notices: [], refusals: [], limits: [], bin: 0 };
 const rows = new Map();
 
 function element(name, className, text) {
@@ -53,7 +53,8 @@ function drawHead(said) {
 }
 
 function drawNotices() {
-  $("notices").replaceChildren(...seen.notices.toReversed().map(([at, text]) => {
+  const newestFirst = [...seen.notices, ...seen.refusals].toReversed().sort(([a], [b]) => b - a);
+  $("notices").replaceChildren(...newestFirst.map(([at, text]) => {
     const item = element("li", "", "");
     item.append(element("time", "", clock(at)), text);
     return item;
@@ -173,7 +174,7 @@ function byName(entries) {
 function takeAll(said) {
   Object.assign(seen, {
     learners: byName(said.learners), rates: said.rates, curves: byName(said.curves),
-    band: said.band, notices: said.notices, bin: said.bin,
+    band: said.band, notices: said.notices, refusals: said.refusals, bin: said.bin,
   });
   seen.names = Object.keys(seen.learners).sort();
   $("legend").replaceChildren(
@@ -212,8 +213,9 @@ function takeChange(said) {
   for (const [name, points] of Object.entries(said.curves)) {
     seen.curves[name] = keep(seen.curves[name] ?? [], points);
   }
-  if (said.notices.length > 0) {
+  if (said.notices.length > 0 || String(said.refusals) !== String(seen.refusals)) {
     seen.notices = [...seen.notices, ...said.notices].slice(-KEPT_NOTICES);
+    seen.refusals = said.refusals;
     drawNotices();
   }
   drawHead(said);
