@@ -11,7 +11,8 @@ inner step at its mean pace. Over the learning rate of now it is in units of Ada
 factors before it undo what Adam does to a moment. `t` is the number of Adam's own steps. Epsilon
 and decay are not taken out.
 
-Nothing here waits for a device: where t and the rate lie on one, they are used there.
+Nothing here waits for a device on which the moments lie: where t or the rate lies there, both are
+used there.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Held(NamedTuple):
     second: Tensor
     """Moments of this process's part of the parameter."""
     step: Tensor
-    """Number of Adam's steps, one element on any device."""
+    """Number of Adam's steps, of no dimension, on any device."""
 
 
 class AdamMoments:
@@ -142,11 +143,14 @@ class AdamMoments:
 
 def _obstacle(optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any]) -> str:
     """Why the rule cannot mend what is held of a parameter; "": it can."""
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, Adam | AdamW):
+        return f"{kind} is neither Adam nor AdamW of torch"
+    if not _is_torchs_own(group, state):
+        return f"{kind} keeps other things than torch's own"
     is_decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))
     is_still = _is_known_zero(group["lr"]) or _is_known_zero(state.get("step", 0))
-    kind = type(optimizer).__name__
     obstacles = {
-        f"{kind} is neither Adam nor AdamW of torch": not isinstance(optimizer, Adam | AdamW),
         "AMSGrad steps by the largest second moment there was": group.get("amsgrad"),
         "Adam has its weight decay in the gradients (L2); AdamW has not": (
             group.get("weight_decay") and not is_decoupled
@@ -156,6 +160,14 @@ def _obstacle(optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any]
     return next((obstacle for obstacle, holds in obstacles.items() if holds), "")
 
 
+def _is_torchs_own(group: dict[str, Any], state: dict[str, Any]) -> bool:
+    """Whether a group, and the state of a parameter that has one, hold what the rule reads."""
+    has_moments = all(isinstance(state.get(name), Tensor) for name in ("exp_avg", "exp_avg_sq"))
+    step = state.get("step")
+    has_count = isinstance(step, Tensor) and step.dim() == 0
+    return {"lr", "betas"} <= group.keys() and (not state or (has_moments and has_count))
+
+
 def _is_known_zero(number: float | Tensor) -> bool:
     """Whether it is 0; that of a device is not asked for, which would wait."""
     return (not isinstance(number, Tensor) or number.is_cpu) and not number
@@ -163,11 +175,15 @@ def _is_known_zero(number: float | Tensor) -> bool:
 
 def _factors(held: Sequence[Held], share: float) -> tuple[Iterable[Tensor], Iterable[Tensor]]:
     """The factors of m and of sqrt(v) * movement in the rule, for parameters of one group whose
-    steps are counted on one device; they stay there."""
+    steps are counted on one device; they stay there, or go to that of the rate or of a beta."""
     group = held[0].group
     t = torch.stack([each.step for each in held]).to(torch.float32)
-    first, second = (_reached(beta, t) for beta in group["betas"])
     rate = group["lr"]
+    for number in (rate, *group["betas"]):
+        if isinstance(number, Tensor) and not number.is_cpu:
+            # torch refuses a vector in host memory beside a number on a device.
+            t = t.to(number.device, non_blocking=True)
+    first, second = (_reached(beta, t) for beta in group["betas"])
     scale = share * first / (second.sqrt() * rate)
     is_sound = (t > 0) & (rate > 0)
     kept = torch.where(is_sound, 1 - share, 1.0)
@@ -182,6 +198,10 @@ def _reached(beta: float | Tensor, t: Tensor) -> Tensor:
 def _mix(first: Tensor, second: Tensor, movement: Tensor, keep: Tensor, scale: Tensor) -> None:
     """first = keep * first + scale * sqrt(second) * movement, block by block, in float32."""
     movement = movement.to(first.device).view(first.shape)
+    if not keep.is_cpu:
+        # To host memory this waits, as the optimizer of such moments does in each of its steps.
+        keep = keep.to(first.device)
+        scale = scale.to(first.device)
     vectors = (first, second, movement)
     if all(
         each.is_cpu and each.is_contiguous() and each.dtype == torch.float32 for each in vectors
