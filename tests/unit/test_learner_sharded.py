@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Partial
 
 from narrows.learner.parameters import Parameters
 from narrows.learner.ranks.exchange import RanksExchange, RanksIsland
-from narrows.learner.ranks.meeting import Ranks
+from narrows.learner.ranks.meeting import TIMEOUT, Ranks
 from narrows.learner.session import View
 from narrows.proto.errors import LocalProtocolError
 from narrows.proto.layout import build_table
@@ -85,6 +85,68 @@ def test_a_leader_that_is_interrupted_behind_its_order_waits_for_nobody() -> Non
     assert ranks.apart
     with pytest.raises(torch.OutOfMemoryError), ranks.exchanging():
         raise torch.OutOfMemoryError("CUDA out of memory: no rank is lost")
+
+
+def test_an_error_of_the_momentum_rule_loses_no_rank() -> None:
+    """But nobody goes on with half a fragment. Holds `Ranks.hand_over`."""
+
+    def refused(*given: object) -> None:
+        raise RuntimeError("the rule is wrong")
+
+    moments: Any = SimpleNamespace(mend=refused)
+    ranks = Ranks(Parameters(whole_model()), counts=True, moments=moments)
+    fragment = ranks.fragment(0, 1)
+    values = np.zeros(fragment.elements, np.float32)
+    with pytest.raises(RuntimeError, match=r"^the rule is wrong"):
+        RanksIsland(ranks, lambda *order: None).adopt(fragment, Prepared(values, 1, 0.5, values))
+    assert ranks.apart
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_nccl_groups_end_only_where_all_ranks_leave(
+    leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To destroy one waits for the others, which may train on. Holds `Ranks.leave`."""
+    leader: Any = SimpleNamespace(
+        view=lambda: View(False, 0.0, 0.0, 0, 0, 0, "connected"),
+        due=lambda: False,
+        join=lambda ramp_steps: None,
+        count=lambda tokens: None,
+        finish=lambda timeout_s, disowned: None,
+        abort=lambda: None,
+    )
+    ranks = Ranks(Parameters(whole_model()), counts=True)
+    groups = [ranks._words, ranks._carrier]
+    ended: list[object] = []
+    monkeypatch.setattr(dist, "destroy_process_group", ended.append)
+    exchange = RanksExchange(ranks, lambda island: leader, lambda: None)
+    exchange.join(0)
+    ranks._device = torch.device("cuda")  # As with NCCL.
+    if leaves:
+        exchange.finish(None)
+    exchange.abort()
+    assert ended == groups[: 1 + leaves]
+
+
+def test_a_group_in_which_a_sum_may_have_begun_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal comes before anybody has the sum in hand. Holds `Ranks.start_sum`."""
+    ranks = Ranks(Parameters(whole_model()), counts=True)
+    all_reduce = dist.all_reduce
+
+    def interrupted(*given: Any, **options: Any) -> None:
+        all_reduce(*given, **options).wait()
+        raise KeyboardInterrupt
+
+    carrier = ranks._carrier
+    ended: list[object] = []
+    monkeypatch.setattr(dist, "destroy_process_group", ended.append)
+    monkeypatch.setattr(dist, "all_reduce", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ranks.start_sum(np.zeros(2))
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    ranks.start_sum(np.zeros(2))(TIMEOUT)  # As `RanksExchange.abort` does.
+    ranks.leave()
+    assert ended == [carrier]
 
 
 def test_a_sum_that_is_not_made_yet_is_refused() -> None:
