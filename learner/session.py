@@ -1,7 +1,8 @@
 """A learner's decisions: joining, what to fetch and adopt, what to push, when to leave.
 
 Pure: it has no clock, no bytes and no parameters. Its events are methods; after each of them the
-host calls `tick` and performs the `effects`. It exchanges every fragment by the same rule, at the
+host calls `tick` and performs the `effects`. An inner step without effects is an exception: what
+time alone asks for is left to the host's loop. It exchanges every fragment by the same rule, at the
 boundaries between two inner steps:
 
 - *Adopt, then push*, in this order for everybody. An adoption keeps a share of the steps that no
