@@ -61,7 +61,7 @@ class Held(NamedTuple):
     second: Tensor
     """Moments of this process's part of the parameter."""
     step: Tensor
-    """Number of Adam's steps, of no dimension, on any device."""
+    """Number of Adam's steps, one element on any device."""
 
 
 class AdamMoments:
@@ -144,13 +144,16 @@ class AdamMoments:
 def _obstacle(optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any]) -> str:
     """Why the rule cannot mend what is held of a parameter; "": it can."""
     kind = type(optimizer).__name__
-    if not isinstance(optimizer, Adam | AdamW):
-        return f"{kind} is neither Adam nor AdamW of torch"
-    if not _is_torchs_own(group, state):
-        return f"{kind} keeps other things than torch's own"
+    kept = [state.get(name) for name in ("exp_avg", "exp_avg_sq", "step")]
+    has_all = {"lr", "betas"} <= group.keys() and (
+        not state or all(isinstance(each, Tensor) for each in kept)
+    )
+    is_adam = isinstance(optimizer, Adam | AdamW)
     is_decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))
-    is_still = _is_known_zero(group["lr"]) or _is_known_zero(state.get("step", 0))
+    is_still = is_adam and has_all and (_is_known_zero(group["lr"]) or _is_known_zero(kept[2]))
     obstacles = {
+        f"{kind} is neither Adam nor AdamW of torch": not is_adam,
+        f"{kind} keeps other things than torch's own": not has_all,
         "AMSGrad steps by the largest second moment there was": group.get("amsgrad"),
         "Adam has its weight decay in the gradients (L2); AdamW has not": (
             group.get("weight_decay") and not is_decoupled
@@ -160,16 +163,8 @@ def _obstacle(optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any]
     return next((obstacle for obstacle, holds in obstacles.items() if holds), "")
 
 
-def _is_torchs_own(group: dict[str, Any], state: dict[str, Any]) -> bool:
-    """Whether a group, and the state of a parameter that has one, hold what the rule reads."""
-    has_moments = all(isinstance(state.get(name), Tensor) for name in ("exp_avg", "exp_avg_sq"))
-    step = state.get("step")
-    has_count = isinstance(step, Tensor) and step.dim() == 0
-    return {"lr", "betas"} <= group.keys() and (not state or (has_moments and has_count))
-
-
-def _is_known_zero(number: float | Tensor) -> bool:
-    """Whether it is 0; that of a device is not asked for, which would wait."""
+def _is_known_zero(number: float | Tensor | None) -> bool:
+    """Whether it is 0, or there is none; that of a device is not asked for, which would wait."""
     return (not isinstance(number, Tensor) or number.is_cpu) and not number
 
 
@@ -177,7 +172,7 @@ def _factors(held: Sequence[Held], share: float) -> tuple[Iterable[Tensor], Iter
     """The factors of m and of sqrt(v) * movement in the rule, for parameters of one group whose
     steps are counted on one device; they stay there, or go to that of the rate or of a beta."""
     group = held[0].group
-    t = torch.stack([each.step for each in held]).to(torch.float32)
+    t = torch.stack([each.step.reshape(()) for each in held]).to(torch.float32)
     rate = group["lr"]
     for number in (rate, *group["betas"]):
         if isinstance(number, Tensor) and not number.is_cpu:
@@ -198,10 +193,8 @@ def _reached(beta: float | Tensor, t: Tensor) -> Tensor:
 def _mix(first: Tensor, second: Tensor, movement: Tensor, keep: Tensor, scale: Tensor) -> None:
     """first = keep * first + scale * sqrt(second) * movement, block by block, in float32."""
     movement = movement.to(first.device).view(first.shape)
-    if not keep.is_cpu:
-        # To host memory this waits, as the optimizer of such moments does in each of its steps.
-        keep = keep.to(first.device)
-        scale = scale.to(first.device)
+    # To host memory this waits, as the optimizer of such moments does in each of its steps.
+    keep, scale = (each if each.is_cpu else each.to(first.device) for each in (keep, scale))
     vectors = (first, second, movement)
     if all(
         each.is_cpu and each.is_contiguous() and each.dtype == torch.float32 for each in vectors

@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -89,11 +90,7 @@ def test_a_leader_that_is_interrupted_behind_its_order_waits_for_nobody() -> Non
 
 def test_an_error_of_the_momentum_rule_loses_no_rank() -> None:
     """But nobody goes on with half a fragment. Holds `Ranks.hand_over`."""
-
-    def refused(*given: object) -> None:
-        raise RuntimeError("the rule is wrong")
-
-    moments: Any = SimpleNamespace(mend=refused)
+    moments = Mock(mend=Mock(side_effect=RuntimeError("the rule is wrong")))
     ranks = Ranks(Parameters(whole_model()), counts=True, moments=moments)
     fragment = ranks.fragment(0, 1)
     values = np.zeros(fragment.elements, np.float32)
@@ -102,18 +99,18 @@ def test_an_error_of_the_momentum_rule_loses_no_rank() -> None:
     assert ranks.apart
 
 
-@pytest.mark.parametrize("leaves", [True, False])
+@pytest.mark.parametrize(
+    ("leave", "ended_groups"),
+    [(lambda exchange: exchange.finish(None), 2), (RanksExchange.abort, 1)],
+    ids=["together", "alone"],
+)
 def test_nccl_groups_end_only_where_all_ranks_leave(
-    leaves: bool, monkeypatch: pytest.MonkeyPatch
+    leave: Callable[[RanksExchange], None], ended_groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To destroy one waits for the others, which may train on. Holds `Ranks.leave`."""
-    leader: Any = SimpleNamespace(
+    leader = Mock(
         view=lambda: View(False, 0.0, 0.0, 0, 0, 0, "connected"),
         due=lambda: False,
-        join=lambda ramp_steps: None,
-        count=lambda tokens: None,
-        finish=lambda timeout_s, disowned: None,
-        abort=lambda: None,
     )
     ranks = Ranks(Parameters(whole_model()), counts=True)
     groups = [ranks._words, ranks._carrier]
@@ -122,28 +119,19 @@ def test_nccl_groups_end_only_where_all_ranks_leave(
     exchange = RanksExchange(ranks, lambda island: leader, lambda: None)
     exchange.join(0)
     ranks._device = torch.device("cuda")  # As with NCCL.
-    if leaves:
-        exchange.finish(None)
-    exchange.abort()
-    assert ended == groups[: 1 + leaves]
+    leave(exchange)
+    assert ended == groups[:ended_groups]
 
 
 def test_a_group_in_which_a_sum_may_have_begun_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal comes before anybody has the sum in hand. Holds `Ranks.start_sum`."""
     ranks = Ranks(Parameters(whole_model()), counts=True)
-    all_reduce = dist.all_reduce
-
-    def interrupted(*given: Any, **options: Any) -> None:
-        all_reduce(*given, **options).wait()
-        raise KeyboardInterrupt
-
     carrier = ranks._carrier
     ended: list[object] = []
     monkeypatch.setattr(dist, "destroy_process_group", ended.append)
-    monkeypatch.setattr(dist, "all_reduce", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(dist, "all_reduce", Mock(side_effect=KeyboardInterrupt))
         ranks.start_sum(np.zeros(2))
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
     ranks.start_sum(np.zeros(2))(TIMEOUT)  # As `RanksExchange.abort` does.
     ranks.leave()
     assert ended == [carrier]
