@@ -94,9 +94,15 @@ def test_an_error_of_the_momentum_rule_loses_no_rank() -> None:
     ranks = Ranks(Parameters(whole_model()), counts=True, moments=moments)
     fragment = ranks.fragment(0, 1)
     values = np.zeros(fragment.elements, np.float32)
-    with pytest.raises(RuntimeError, match=r"^the rule is wrong"):
-        RanksIsland(ranks, lambda *order: None).adopt(fragment, Prepared(values, 1, 0.5, values))
-    assert ranks.apart
+    leader = RanksIsland(ranks, lambda *order: None)
+    for adopt in (
+        lambda: leader.adopt(fragment, Prepared(values, 1, 0.5, values)),
+        lambda: ranks.hand_over(fragment, values, 0.5),
+    ):
+        ranks.apart = False
+        with pytest.raises(RuntimeError, match=r"^the rule is wrong"):
+            adopt()
+        assert ranks.apart
 
 
 @pytest.mark.parametrize(
