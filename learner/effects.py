@@ -63,7 +63,8 @@ class Adopt(Struct, frozen=True, tag=True):
     merged: bool
     """The versions since the old copy hold that push."""
     base: int = -1
-    """The version that the parameters stand on; -1: none, or they end as the final model."""
+    """The version that the parameters stand on, from which the published movement is taken over;
+    -1: none, or they end as the final model, or the optimizer warms up."""
 
 
 class Note(Struct, frozen=True, tag=True):

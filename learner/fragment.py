@@ -290,22 +290,22 @@ class FragmentSession:
         """Several versions came out since the one that the parameters stand on."""
         return self.standing is Standing.BASED and self.tip - self.base > 1
 
-    def adoption(self, keep: float, *, final: bool = False) -> Adopt:
+    def adoption(self, keep: float, *, final: bool = False, warms_up: bool = False) -> Adopt:
         """How the parameters move to the tip; `final` makes them equal to it, whatever they were.
-        Nothing changes yet."""
+        An optimizer that `warms_up` takes no movement over. Nothing changes yet."""
         assert self.tip >= 0, self
         merged = self.pushed is Pushed.MERGED
         push_id = self.push_id
-        base = self.base
+        base = -1 if warms_up else self.base
         if final or self.standing is Standing.ADRIFT:
             base = -1
             keep = 0.0
             push_id = self.push_id if merged else 0  # The work of another push is overwritten, too.
         return Adopt(self.index, self.tip, push_id, keep, merged, base)
 
-    def adopt(self, keep: float, *, final: bool = False) -> Adopt:
+    def adopt(self, keep: float, *, final: bool = False, warms_up: bool = False) -> Adopt:
         """Moves the parameters to the tip by `adoption`."""
-        effect = self.adoption(keep, final=final)
+        effect = self.adoption(keep, final=final, warms_up=warms_up)
         if effect.keep == 0:
             self.drop_unpushed()
         if effect.merged or not effect.push_id:

@@ -11,7 +11,8 @@ inner step at its mean pace. Over the learning rate of now it is in units of Ada
 factors before it undo what Adam does to a moment. `t` is the number of Adam's own steps. Epsilon
 and decay are not taken out.
 
-Nothing here waits for a device: where t and the rate lie on one, they are used there.
+Nothing here waits for a device on which the moments lie: where t or the rate lies there, both are
+used there.
 """
 
 from __future__ import annotations
@@ -142,11 +143,17 @@ class AdamMoments:
 
 def _obstacle(optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any]) -> str:
     """Why the rule cannot mend what is held of a parameter; "": it can."""
-    is_decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))
-    is_still = _is_known_zero(group["lr"]) or _is_known_zero(state.get("step", 0))
     kind = type(optimizer).__name__
+    kept = [state.get(name) for name in ("exp_avg", "exp_avg_sq", "step")]
+    has_all = {"lr", "betas"} <= group.keys() and (
+        not state or all(isinstance(each, Tensor) for each in kept)
+    )
+    is_adam = isinstance(optimizer, Adam | AdamW)
+    is_decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))
+    is_still = is_adam and has_all and (_is_known_zero(group["lr"]) or _is_known_zero(kept[2]))
     obstacles = {
-        f"{kind} is neither Adam nor AdamW of torch": not isinstance(optimizer, Adam | AdamW),
+        f"{kind} is neither Adam nor AdamW of torch": not is_adam,
+        f"{kind} keeps other things than torch's own": not has_all,
         "AMSGrad steps by the largest second moment there was": group.get("amsgrad"),
         "Adam has its weight decay in the gradients (L2); AdamW has not": (
             group.get("weight_decay") and not is_decoupled
@@ -156,18 +163,22 @@ def _obstacle(optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any]
     return next((obstacle for obstacle, holds in obstacles.items() if holds), "")
 
 
-def _is_known_zero(number: float | Tensor) -> bool:
-    """Whether it is 0; that of a device is not asked for, which would wait."""
+def _is_known_zero(number: float | Tensor | None) -> bool:
+    """Whether it is 0, or there is none; that of a device is not asked for, which would wait."""
     return (not isinstance(number, Tensor) or number.is_cpu) and not number
 
 
 def _factors(held: Sequence[Held], share: float) -> tuple[Iterable[Tensor], Iterable[Tensor]]:
     """The factors of m and of sqrt(v) * movement in the rule, for parameters of one group whose
-    steps are counted on one device; they stay there."""
+    steps are counted on one device; they stay there, or go to that of the rate or of a beta."""
     group = held[0].group
-    t = torch.stack([each.step for each in held]).to(torch.float32)
-    first, second = (_reached(beta, t) for beta in group["betas"])
+    t = torch.stack([each.step.reshape(()) for each in held]).to(torch.float32)
     rate = group["lr"]
+    for number in (rate, *group["betas"]):
+        if isinstance(number, Tensor) and not number.is_cpu:
+            # torch refuses a vector in host memory beside a number on a device.
+            t = t.to(number.device, non_blocking=True)
+    first, second = (_reached(beta, t) for beta in group["betas"])
     scale = share * first / (second.sqrt() * rate)
     is_sound = (t > 0) & (rate > 0)
     kept = torch.where(is_sound, 1 - share, 1.0)
@@ -182,6 +193,8 @@ def _reached(beta: float | Tensor, t: Tensor) -> Tensor:
 def _mix(first: Tensor, second: Tensor, movement: Tensor, keep: Tensor, scale: Tensor) -> None:
     """first = keep * first + scale * sqrt(second) * movement, block by block, in float32."""
     movement = movement.to(first.device).view(first.shape)
+    # To host memory this waits, as the optimizer of such moments does in each of its steps.
+    keep, scale = (each if each.is_cpu else each.to(first.device) for each in (keep, scale))
     vectors = (first, second, movement)
     if all(
         each.is_cpu and each.is_contiguous() and each.dtype == torch.float32 for each in vectors

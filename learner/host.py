@@ -2,9 +2,9 @@
 
 It has no socket, thread or clock of its own, so the simulator runs the same code. The caller holds
 the learner's lock in every call. learner/boundary.py calls the session on the training thread, asks
-for the `tasks` that follow for the parameters, hands their results back, and then calls `perform`.
-Everything else is called from the loop. To decode,
-digest, encode and send belongs to the pool and the loop.
+for the `tasks` that follow for the parameters, and hands their results back. Then it calls
+`perform`, but after an inner step only if there are effects. Everything else is called from the
+loop. To decode, digest, encode and send belongs to the pool and the loop.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ SENDS_PER_TURN: Final = 16
 
 PREPARED_MAX: Final = 2
 """Adoptions that are prepared ahead: at most two rounds are in flight. Each takes 4 bytes an
-element; a learner that makes no steps for a while would prepare its whole model."""
+element; with a hand-over of momentum 8, or 4 if it is the new copy itself because nothing is kept.
+A learner that makes no steps for a while would prepare its whole model."""
 
 
 @dataclass(eq=False)

@@ -1,7 +1,8 @@
 """A learner's decisions: joining, what to fetch and adopt, what to push, when to leave.
 
 Pure: it has no clock, no bytes and no parameters. Its events are methods; after each of them the
-host calls `tick` and performs the `effects`. It exchanges every fragment by the same rule, at the
+host calls `tick` and performs the `effects`. An inner step without effects is an exception: what
+time alone asks for is left to the host's loop. It exchanges every fragment by the same rule, at the
 boundaries between two inner steps:
 
 - *Adopt, then push*, in this order for everybody. An adoption keeps a share of the steps that no
@@ -185,7 +186,10 @@ class Session:
         adopting = [part for part in self.parts if self._adopts(part)]
         if self.ended or not adopting or self.must_wait(now):
             return []
-        return [part.adoption(self._keep(part), final=self._has_ended) for part in adopting]
+        return [
+            part.adoption(self._keep(part), final=self._has_ended, warms_up=self._warms_up)
+            for part in adopting
+        ]
 
     def run_tokens(self, now: float) -> float:
         """The run's clock in tokens of all learners. It never falls."""
@@ -614,7 +618,8 @@ class Session:
             if self._adopts(part):
                 keep = self._keep(part)
                 self._note_given_up(part, keep)
-                self.effects.append(part.adopt(keep, final=self._has_ended))
+                adopted = part.adopt(keep, final=self._has_ended, warms_up=self._warms_up)
+                self.effects.append(adopted)
             if self._pushes(part):
                 self._push_id += 1
                 self.effects.append(part.snapshot(self._push_id, self._losses))
@@ -631,6 +636,12 @@ class Session:
             return part.tip == part.head >= 0 and part.standing is not Standing.FINAL
         return part.can_adopt and not self._disowned
 
+    @property
+    def _warms_up(self) -> bool:
+        """The newest step is one of an optimizer that warms up: its rate is scaled down, and its
+        moments are young."""
+        return self.steps <= self.ramp_steps
+
     def _keep(self, part: FragmentSession) -> float:
         """The share of the unpushed work that an adoption keeps."""
         if self._has_ended:
@@ -639,8 +650,8 @@ class Session:
             return 1.0  # It is pushed whole at this very boundary.
         if part.missed_versions:
             return 0.0  # Old work on an old point.
-        if self.steps <= self.ramp_steps:
-            return 0.0  # Steps of an optimizer that warms up.
+        if self._warms_up:
+            return 0.0
         return 1.0 if self.stopping else self.settings.keep
 
     def _note_given_up(self, part: FragmentSession, keep: float) -> None:

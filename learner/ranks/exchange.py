@@ -64,14 +64,14 @@ class RanksIsland(HostIsland):
 
     def read(self, fragment: Fragment) -> F32:
         """Gathers the parameters (n,)."""
-        with self._ranks.exchanging():  # From the order on: nobody can be told of an error.
+        with self._ranks.in_one_piece():  # From the order on: nobody can be told of an error.
             if self._ranks.provides(fragment):
                 self._tell(Act.READ, fragment, 0.0)
             return self._ranks.gather(fragment)
 
     def adopt(self, fragment: Fragment, prepared: Prepared) -> None:
         """Every rank moves what it holds."""
-        with self._ranks.exchanging():
+        with self._ranks.in_one_piece():
             self._tell(Act.MOVE, fragment, prepared.keep)
             self._ranks.scatter(fragment, prepared.out, prepared.keep)
             self._turn_momentum(fragment, prepared)
@@ -173,7 +173,7 @@ class RanksExchange:
         is_disowned = bool(self._agreed().disowned)
         self._lead(lambda: self._leave(int(late.tokens), timeout_s, is_disowned))
         self._coming = None
-        self._ranks.leave()
+        self._ranks.leave(together=True)
 
     def _leave(self, late_tokens: int, timeout_s: float | None, disowned: bool) -> None:
         self._leader.count(late_tokens)

@@ -171,8 +171,8 @@ class Ranks:
         self._words = dist.new_group(backend="gloo", timeout=TIMEOUT)
         """Carries vectors of one size, and nothing else once the constructor is left."""
         self._works: dict[int, Any] = {}
-        """The sums under way over `_words`, by number. Nobody else may refer to one: it would keep
-        the connections of its group open."""
+        """The sums under way over `_words`, by number; None: it may have begun. Nobody else may
+        refer to one: it would keep the connections of its group open."""
         self._number = 0
         self._left = False
         self._table: tuple[Fragment, ...] = ()
@@ -211,8 +211,8 @@ class Ranks:
                 remedy="Start all ranks again: nobody knows how far that came.",
             )
         with self._named():
-            number = self._under_way(
-                dist.all_reduce(torch.from_numpy(values), group=self._words, async_op=True)
+            number = self._begin(
+                lambda: dist.all_reduce(torch.from_numpy(values), group=self._words, async_op=True)
             )
 
         def summed(timeout: timedelta) -> NDArray[np.float64]:
@@ -237,14 +237,18 @@ class Ranks:
         own = torch.tensor(numbers, dtype=torch.int64)
         told = [torch.zeros_like(own) for _ in range(self.size)]
         with self._named():
-            gathering = dist.all_gather(told, own, group=self._words, async_op=True)
-            self._wait(self._under_way(gathering))
+            number = self._begin(
+                lambda: dist.all_gather(told, own, group=self._words, async_op=True)
+            )
+            self._wait(number)
         return [each.tolist() for each in told]
 
-    def _under_way(self, work: Any) -> int:
-        """The number of a work over `_words`."""
+    def _begin(self, work: Callable[[], Any]) -> int:
+        """The number of a work over `_words`, which begins here."""
         self._number += 1
-        self._works[self._number] = work
+        # A signal may come when it is under way, and nobody has it in hand yet.
+        self._works[self._number] = None
+        self._works[self._number] = work()
         return self._number
 
     def _wait(self, number: int, timeout: timedelta = TIMEOUT) -> None:
@@ -280,10 +284,15 @@ class Ranks:
 
     @contextmanager
     def exchanging(self) -> Generator[None]:
-        """While fragments travel: an exception leaves the ranks apart."""
+        """While fragments travel: an exception leaves the ranks apart, and torch's name them."""
+        with self.in_one_piece(), self._named():
+            yield
+
+    @contextmanager
+    def in_one_piece(self) -> Generator[None]:
+        """While a fragment moves, here or between ranks: an exception leaves the ranks apart."""
         try:
-            with self._named():
-                yield
+            yield
         except BaseException:
             self.apart = True
             raise
@@ -316,7 +325,9 @@ class Ranks:
 
         with self.exchanging():
             self._scatter(fragment, movement, add)
-            if self.moments is not None:
+        if self.moments is not None:
+            # An error of the rule is no lost rank.
+            with self.in_one_piece():
                 self.moments.mend(parts, share)
 
     def _gather(self, fragment: Fragment) -> F32:
@@ -403,20 +414,21 @@ class Ranks:
             offset += block.elements
         return torch.from_numpy(packed).to(self._device)
 
-    def leave(self) -> None:
+    def leave(self, *, together: bool = False) -> None:
         """Ends the groups; ranks that wait for this one hear of it, because its connections close.
-        For one rank alone. A second call is harmless.
+        For one rank alone, unless all leave `together`. A second call is harmless.
 
-        A group with work on its way is kept until the process ends. Its destructor would wait for
-        other ranks, and they may never come, because they wait for this process to end.
+        A group is kept until the process ends, and its connections with it, where its destructor
+        would wait for other ranks: they may never come, because they train on, or wait for this
+        process to end. That of gloo waits while work is on its way, that of NCCL always.
         """
         if self._left:
             return
         self._left = True
-        is_quiet = all(each.is_completed() for each in self._works.values())
-        # gloo's destructor does not wait for a transfer that was broken off; NCCL's may.
-        is_still = not self.apart or self._device.type == "cpu"
-        groups = ((self._words, is_quiet), (self._carrier, is_still))
+        is_quiet = all(each is not None and each.is_completed() for each in self._works.values())
+        # gloo's destructor does not wait for a transfer that was broken off.
+        ends_alone = self._device.type == "cpu"
+        groups = ((self._words, is_quiet), (self._carrier, together or ends_alone))
         del self._words, self._carrier
         for group, is_idle in groups:
             if is_idle:

@@ -17,7 +17,7 @@ from narrows.bench.sim.run import Site, Walk
 from narrows.learner import handover
 from narrows.learner.effects import Adopt
 from narrows.learner.gpu import TorchIsland
-from narrows.learner.handover import AdamMoments, Part
+from narrows.learner.handover import AdamMoments, Held, Part
 from narrows.learner.parameters import Parameters
 from narrows.proto.codec import F32
 from narrows.proto.layout import Fragment
@@ -135,6 +135,53 @@ def test_nothing_waits_for_the_device() -> None:
         trained.moments.mend(parts, SHARE)
         with pytest.raises(DataDependentOutputException):
             bool(state["step"])
+
+
+@pytest.mark.parametrize(("place", "dtype"), [("cpu", torch.bfloat16), ("cuda", torch.float32)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: {"lr": torch.tensor(RATE, device="cuda"), "betas": (0.9, 0.999)},
+        lambda: {"lr": RATE, "betas": (0.9, torch.tensor(0.999, device="cuda"))},
+    ],
+    ids=["lr", "beta2"],
+)
+def test_a_rate_on_a_device_meets_a_count_in_host_memory(
+    make: Callable[[], dict[str, Any]], place: str, dtype: torch.dtype
+) -> None:
+    """AdamW has it so with a rate that is a tensor of the device, unless it is capturable. Holds
+    `_factors`, `_mix`."""
+    with FakeTensorMode():
+        first, second, movement = torch.zeros(3, 4, dtype=dtype, device=place)
+        held = Held(make(), first, second, torch.tensor(3.0))
+        (keep,), (scale,) = handover._factors([held], SHARE)
+        handover._mix(first, second, movement, keep, scale)
+        assert {keep.device.type, scale.device.type} == {"cuda"}
+
+
+@pytest.mark.parametrize(
+    ("make", "lacks", "words"),
+    [
+        (torch.optim.AdamW, "lr", "AdamW keeps other things than torch's own"),
+        (torch.optim.AdamW, "betas", "AdamW keeps other"),
+        (torch.optim.AdamW, "exp_avg", "AdamW keeps other"),
+        (torch.optim.AdamW, "exp_avg_sq", "AdamW keeps other"),
+        (torch.optim.AdamW, "step", "AdamW keeps other"),
+        (torch.optim.NAdam, "lr", "NAdam is neither"),
+        (torch.optim.NAdam, "step", "NAdam is neither"),
+    ],
+)
+def test_an_optimizer_that_keeps_other_things_is_told_and_left_alone(
+    make: Any, lacks: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as an int as its count."""
+    trained = Trained(make)
+    for held in (*trained.optimizer.param_groups, *trained.optimizer.state.values()):
+        if held.pop(lacks, None) is not None and lacks == "step":
+            held["step"] = 3
+    trained.hand_over()
+    (line,) = caplog.messages
+    assert "'w'" in line and words in line
 
 
 @pytest.mark.parametrize("place", ["lr", "step"])

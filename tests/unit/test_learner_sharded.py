@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from torch.distributed.tensor.placement_types import Partial
 
 from narrows.learner.parameters import Parameters
 from narrows.learner.ranks.exchange import RanksExchange, RanksIsland
-from narrows.learner.ranks.meeting import Ranks
+from narrows.learner.ranks.meeting import TIMEOUT, Ranks
 from narrows.learner.session import View
 from narrows.proto.errors import LocalProtocolError
 from narrows.proto.layout import build_table
@@ -85,6 +86,61 @@ def test_a_leader_that_is_interrupted_behind_its_order_waits_for_nobody() -> Non
     assert ranks.apart
     with pytest.raises(torch.OutOfMemoryError), ranks.exchanging():
         raise torch.OutOfMemoryError("CUDA out of memory: no rank is lost")
+
+
+def test_an_error_of_the_momentum_rule_loses_no_rank() -> None:
+    """But nobody goes on with half a fragment. Holds `Ranks.hand_over`."""
+    moments = Mock(mend=Mock(side_effect=RuntimeError("the rule is wrong")))
+    ranks = Ranks(Parameters(whole_model()), counts=True, moments=moments)
+    fragment = ranks.fragment(0, 1)
+    values = np.zeros(fragment.elements, np.float32)
+    leader = RanksIsland(ranks, lambda *order: None)
+    for adopt in (
+        lambda: leader.adopt(fragment, Prepared(values, 1, 0.5, values)),
+        lambda: ranks.hand_over(fragment, values, 0.5),
+    ):
+        ranks.apart = False
+        with pytest.raises(RuntimeError, match=r"^the rule is wrong"):
+            adopt()
+        assert ranks.apart
+
+
+@pytest.mark.parametrize(
+    ("leave", "ended_groups"),
+    [(lambda exchange: exchange.finish(None), 2), (RanksExchange.abort, 1)],
+    ids=["together", "alone"],
+)
+def test_nccl_groups_end_only_where_all_ranks_leave(
+    leave: Callable[[RanksExchange], None], ended_groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To destroy one waits for the others, which may train on. Holds `Ranks.leave`."""
+    leader = Mock(
+        view=lambda: View(False, 0.0, 0.0, 0, 0, 0, "connected"),
+        due=lambda: False,
+    )
+    ranks = Ranks(Parameters(whole_model()), counts=True)
+    groups = [ranks._words, ranks._carrier]
+    ended: list[object] = []
+    monkeypatch.setattr(dist, "destroy_process_group", ended.append)
+    exchange = RanksExchange(ranks, lambda island: leader, lambda: None)
+    exchange.join(0)
+    ranks._device = torch.device("cuda")  # As with NCCL.
+    leave(exchange)
+    assert ended == groups[:ended_groups]
+
+
+def test_a_group_in_which_a_sum_may_have_begun_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal comes before anybody has the sum in hand. Holds `Ranks.start_sum`."""
+    ranks = Ranks(Parameters(whole_model()), counts=True)
+    carrier = ranks._carrier
+    ended: list[object] = []
+    monkeypatch.setattr(dist, "destroy_process_group", ended.append)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(dist, "all_reduce", Mock(side_effect=KeyboardInterrupt))
+        ranks.start_sum(np.zeros(2))
+    ranks.start_sum(np.zeros(2))(TIMEOUT)  # As `RanksExchange.abort` does.
+    ranks.leave()
+    assert ended == [carrier]
 
 
 def test_a_sum_that_is_not_made_yet_is_refused() -> None:

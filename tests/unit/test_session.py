@@ -798,7 +798,10 @@ def test_nothing_is_kept_in_the_ramp_of_a_newcomer() -> None:
     seat.step()
     seat.publish(0, 2)
     seat.step()
-    assert [each.keep for each in seat.take(Adopt)] == [0.0, 0.5]
+    adopted = seat.take(Adopt)
+    assert [each.keep for each in adopted] == [0.0, 0.5]
+    # Over a rate that rises from 5% on, the published movement would be up to 20 times as long.
+    assert [each.base for each in adopted] == [-1, 1]
     assert not seat.noted(), "it is meant so"
 
 
