@@ -95,10 +95,11 @@ def test_an_error_of_the_momentum_rule_loses_no_rank() -> None:
     fragment = ranks.fragment(0, 1)
     values = np.zeros(fragment.elements, np.float32)
     leader = RanksIsland(ranks, lambda *order: None)
-    for adopt in (
+    ways: list[Callable[[], None]] = [
         lambda: leader.adopt(fragment, Prepared(values, 1, 0.5, values)),
         lambda: ranks.hand_over(fragment, values, 0.5),
-    ):
+    ]
+    for adopt in ways:
         ranks.apart = False
         with pytest.raises(RuntimeError, match=r"^the rule is wrong"):
             adopt()
