@@ -74,7 +74,7 @@ class FragmentsSection(Struct, frozen=True, forbid_unknown_fields=True):
     """Share of the steps made since the snapshot that an adoption keeps (Streaming DiLoCo)."""
     handover: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Share of Adam's first moments that an adoption replaces by the published movement, for Adam
-    and AdamW. 0: none. 0.5 helps short runs and unequal sites."""
+    and AdamW. 0: none. 0.5 seems to help short runs and unequal sites."""
 
 
 class MergeSection(Struct, frozen=True, forbid_unknown_fields=True):
@@ -240,8 +240,9 @@ def load_broker(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
     _require(
         cut.handover == 0 or outer_gain <= OUTER_GAIN_MAX,
         "fragments.handover",
-        f"0 where merge.outer_lr / (1 - merge.outer_momentum) is above {OUTER_GAIN_MAX}: published"
-        " copies would move too far for Adam's moments. Lower merge.outer_lr or set it to 0",
+        f"merge.outer_lr / (1 - merge.outer_momentum) of at most {OUTER_GAIN_MAX}, or 0: else the"
+        " published copies move too far for Adam's moments. Lower merge.outer_lr or"
+        " merge.outer_momentum, or set fragments.handover=0",
         f"{cut.handover} with {outer_gain:.3g}",
     )
     for name in ("up", "down", "total_up", "total_down"):

@@ -76,4 +76,4 @@ if __name__ == "__main__":
     try:
         train(sys.argv[1])
     except (NarrowsError, KeyboardInterrupt) as error:
-        sys.exit(f"{sys.argv[1]}: {error or 'interrupted'}")
+        sys.exit(f"{sys.argv[1]}: {str(error) or 'interrupted'}")

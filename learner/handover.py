@@ -134,8 +134,7 @@ class AdamMoments:
             self._told.add(obstacle)
             name = self._parameters.names[number][0]
             _log.warning(
-                "fragments.handover: the momentum of %r stays as it is, and that of all parameters"
-                " of which the same is true: %s",
+                "fragments.handover: none for %r, nor for others like it: %s",
                 name,
                 obstacle,
             )

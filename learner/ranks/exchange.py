@@ -15,6 +15,7 @@ exactly what it took.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -189,6 +190,14 @@ class RanksExchange:
             return
         self._coming = None
         self._said = self._said._replace(health=max(self._said.health, HEALTHS.index("ended")))
+        cause = sys.exception()
+        if cause is not None:
+            _log.warning(
+                "rank %d breaks off after %d steps (%s), and the other ranks end with it",
+                self._ranks.rank,
+                self._steps,
+                type(cause).__name__,
+            )
         try:
             # In the middle of an exchange the others do not listen.
             if not self._ranks.apart:
@@ -196,7 +205,8 @@ class RanksExchange:
             for each in self._begun:
                 read_vector(each(LINGER))
         except NarrowsError as error:
-            if not self._ranks.apart:
+            # That the others do not answer is no cause: they are still in training's collectives.
+            if not self._ranks.apart and error.code is not ErrorCode.RANK_LOST:
                 _log.error("%s", error)
         finally:
             self._ranks.leave()
