@@ -111,4 +111,4 @@ def test_an_empty_state_directory_at_the_old_address() -> None:
         shutil.rmtree(run.state)
         run.broker(SETTINGS)
         wait_until(lambda: "kept out" in examined(run), "the learner to knock")
-        assert "state directory lost" in examined(run)["kept out"]
+        assert "state directory of that run" in examined(run)["kept out"]
