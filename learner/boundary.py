@@ -36,17 +36,20 @@ class Boundary:
         The exchange takes no other time from training. The caller holds the learner's lock.
 
         Not `exchanges`: the ranks of an island have not met, so there is no task now. `is_step`:
-        it comes after an inner step, and there are many of these. Then what time alone asks for is
-        left to the loop, which looks at it all the time.
+        it comes after an inner step, and there are many of these. If nothing moved and nothing was
+        decided, what time alone asks for is left to the loop, which looks at it all the time.
         """
         decided = False
+        has_moved = False
         try:
             decide()
             decided = True
             if exchanges:
                 for task in self._host.tasks():
                     self._do(task)
-            if not is_step or self._host.session.effects:
+                    has_moved = True
+            # A new base is reported at once: the broker may wait for it.
+            if not is_step or has_moved or self._host.session.effects:
                 self._host.perform(now)
         except BaseException as error:
             self._host.session.broken_off(type(error).__name__, decided=decided)
