@@ -230,13 +230,16 @@ class Rounds:
         slot.reason = reason
         slot.due_at = now
         assert slot.taken, "a round is merged from at least one push"
+        policy = self.state.config.policy
+        if self.state.phase is msg.Phase.ENDING:
+            policy = policy.of_last_round()
         self.state.effects.append(
             ev.MergeRound(
                 Round(
                     fragment=fragment,
                     version=self.state.heads[fragment] + 1,
                     contributions=slot.taken,
-                    policy=self.state.config.policy,
+                    policy=policy,
                     period_s=self.state.period_s,
                     reason=reason,
                 )

@@ -3,6 +3,7 @@ status tells of learners, and their rates; and the end: one last round per fragm
 waited for."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -518,7 +519,7 @@ def hang(desk: Desk, seconds: int) -> None:
 
 def test_every_fragment_gets_a_last_round_and_everybody_the_final_model() -> None:
     desk = at_goal("a", "b")
-    desk.take(ev.MergeRound)
+    before = desk.take(ev.MergeRound)
     for fragment in ALL:
         desk.push("a", fragment, 10 + fragment)
     desk.report("a", 30, bases=BEHIND, finished=ALL)
@@ -527,6 +528,10 @@ def test_every_fragment_gets_a_last_round_and_everybody_the_final_model() -> Non
         desk.push("b", fragment, 10 + fragment)
     desk.report("b", 30, bases=BEHIND, finished=ALL)
     assert events(desk) == ["CommitEnd"]
+    rounds = [each.round_ for each in (*before, *desk.log) if isinstance(each, ev.MergeRound)]
+    usual = desk.syncer.state.config.policy
+    plain_mean = replace(usual, rule="mean", outer_lr=1.0, momentum=0.0)
+    assert [each.policy for each in rounds] == [usual] * len(before) + [plain_mean] * len(ALL)
     assert desk.merges() == [(fragment, ["a", "b"], "last") for fragment in ALL]
     desk.pass_(1.0, "a", "b")
     beat = desk.told(msg.Beat, "a")[-1]
