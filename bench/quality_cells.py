@@ -31,11 +31,11 @@ SEARCH_FIRST_SEED: Final = 101
 REPORT_FIRST_SEED: Final = 201
 """Cells that are reported have seeds from here on."""
 
-SEARCHED_BETA1: Final = (0.8, 0.9, 0.95)
+SEARCHED_BETA1: Final = (0.6, 0.7, 0.8, 0.9, 0.95)
 SEARCHED_PEAKS: Final = (0.75, 1.0, 1.5)
 LENGTHS: Final = (1000, 3000)
 """Steps of the runs that were searched."""
-BEST_BETA1: Final = 0.8
+BEST_BETA1: Final = 0.7
 """Adam's best beta1, of data parallel and of runs, at both lengths, as their searches found it. The
 best peak of both was the preset's."""
 HANDOVER: Final = 0.5
