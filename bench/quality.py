@@ -58,6 +58,8 @@ COLUMNS: Final = (
     Column("hand-over", "handover"),
     Column("peak", "peak"),
     Column("beta1", "beta1"),
+    Column("outer rate", "outer_lr"),
+    Column("momentum", "outer_momentum"),
     Column("loss", "loss", "{:.4f}"),
     Column("data parallel", "loss_data_parallel", "{:.4f}"),
     Column("excess %", "excess_percent", "{:+.2f}"),

@@ -35,9 +35,9 @@ SEARCHED_BETA1: Final = (0.6, 0.7, 0.8, 0.9, 0.95)
 SEARCHED_PEAKS: Final = (0.75, 1.0, 1.5)
 LENGTHS: Final = (1000, 3000)
 """Steps of the runs that were searched."""
-BEST_BETA1: Final = 0.7
-"""Adam's best beta1, of data parallel and of runs, at both lengths, as their searches found it. The
-best peak of both was the preset's."""
+RIVAL_BETA1: Final = 0.7
+"""Data parallel's best beta1 at both lengths, as its search found it. The best peak was the
+preset's."""
 HANDOVER: Final = 0.5
 """The hand-over that is measured beside none."""
 
@@ -58,10 +58,12 @@ class QualityCell:
     preset: str = "nano"
     peak: float = 1.0
     """Peak learning rate, in units of the preset's."""
-    beta1: float = BEST_BETA1
+    beta1: float = 0.8
     """Adam's decay of the first moment."""
     beta2: float = 0.95
     """Adam's decay of the second moment."""
+    outer_lr: float = 0.4
+    outer_momentum: float = 0.6
     handover: float = 0.0
     """`fragments.handover`: share of Adam's first moment that an adoption rebuilds."""
     first_seed: int = REPORT_FIRST_SEED
@@ -83,6 +85,7 @@ def rival(cell: QualityCell) -> QualityCell:
         steps=cell.steps,
         seeds=cell.seeds,
         preset=cell.preset,
+        beta1=RIVAL_BETA1,
         beta2=cell.beta2,
         first_seed=cell.first_seed,
     )
@@ -100,11 +103,13 @@ def searched_cells(seeds: int) -> list[QualityCell]:
 
 
 def site_cells(seeds: int) -> list[QualityCell]:
-    """Two, four and eight equal sites, at two lengths; with the hand-over, and without."""
+    """Two, four and eight equal sites, at two lengths; with the hand-over, without, and with
+    the settings that suit short runs."""
     cells = []
     for steps, speeds in product(LENGTHS, (TWO, FOUR, EIGHT)):
         plain = QualityCell(speeds, steps=steps, seeds=seeds)
-        cells += [plain, replace(plain, handover=HANDOVER)]
+        quick = replace(plain, beta1=0.7, outer_lr=0.5, outer_momentum=0.7)
+        cells += [plain, replace(plain, handover=HANDOVER), quick]
     return cells
 
 

@@ -58,6 +58,8 @@ def train(cell: QualityCell, seed: int) -> Trained:
         "run.learners_at_start": cell.learners - (cell.dead == "late"),
         "run.goal_tokens": cell.steps * step_tokens,
         "run.tokens_per_run_step": step_tokens,
+        "merge.outer_lr": cell.outer_lr,
+        "merge.outer_momentum": cell.outer_momentum,
         "fragments.keep": cell.keep,
         "fragments.handover": cell.handover,
     }

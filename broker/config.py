@@ -85,9 +85,9 @@ class MergeSection(Struct, frozen=True, forbid_unknown_fields=True):
     and in the first round of those that are joining still."""
     weights: Literal["tokens", "equal"] = "tokens"
     """tokens: tokens**2 / steps. equal: every push the same."""
-    outer_lr: Annotated[float, Meta(ge=1e-6, le=10)] = 0.5
+    outer_lr: Annotated[float, Meta(ge=1e-6, le=10)] = 0.4
     """Outer learning rate."""
-    outer_momentum: Annotated[float, Meta(ge=0, le=0.999)] = 0.7
+    outer_momentum: Annotated[float, Meta(ge=0, le=0.999)] = 0.6
     """Nesterov momentum; 0 is plain SGD."""
 
 
@@ -209,7 +209,7 @@ RATE_MIN: Final = 64e3
 """Bits per second that control messages alone need; also catches a rate without its unit."""
 
 
-OUTER_GAIN_MAX: Final = 2.0
+OUTER_GAIN_MAX: Final = 1.5
 """Lengths of the learners' mean movement that the published copies may go with a hand-over."""
 
 

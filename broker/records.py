@@ -60,8 +60,8 @@ class Policy:
     """"tokens": tokens**2 / steps. "equal": every push the same."""
     rule: str = "layout"
     """"layout": per piece as the layout says (mean or RDA). "mean": the mean everywhere."""
-    outer_lr: float = 0.5
-    momentum: float = 0.7
+    outer_lr: float = 0.4
+    momentum: float = 0.6
     codec: CodecName = "int4-zstd"
     """Codec of the publication."""
     rho: float = 0.5

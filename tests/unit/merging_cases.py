@@ -102,7 +102,6 @@ def awkward(elements: int, first: int, *, size: float = 8.0, spread: int = 13) -
     ),
     1,
 )
-GENTLE = {"outer_lr": 0.4, "momentum": 0.6}
 CASES: dict[str, tuple[dict[str, object], int, float, str, str]] = {
     "five, one far longer": (
         {"codec": "int4-zstd", "outer_lr": 0.7, "momentum": 0.6}, 5, 100.0,
@@ -113,11 +112,11 @@ CASES: dict[str, tuple[dict[str, object], int, float, str, str]] = {
         "0ca9efcff8002f87967e80001c4d7e11", "f9688912961ad2a2d55cc8e4f52e8b54",
     ),
     "three, mean, lossless": (
-        {"codec": "f32-blosc2", "rule": "mean", "weights": "equal", **GENTLE}, 3, 1.0,
+        {"codec": "f32-blosc2", "rule": "mean", "weights": "equal"}, 3, 1.0,
         "1da802e2a8a602c1b65a90a3bfbaf7c0", "7d210e19aee5e1826b789bd02b619bf8",
     ),
     "one": (
-        {"codec": "int4-zstd", **GENTLE}, 1, 1.0,
+        {"codec": "int4-zstd"}, 1, 1.0,
         "5f4189c5559716ca2b5186d133f027cd", "a5f72e80652cfe8a6e809f40276fd8d9",
     ),
 }  # fmt: skip

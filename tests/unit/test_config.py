@@ -106,7 +106,7 @@ def test_flags_win_over_the_file_the_file_over_the_preset(tmp_path: Path) -> Non
         (
             "",
             {"fragments.handover": 0.5, "merge.outer_momentum": 0.9},
-            ["fragments.handover", "of at most 2.0", "Lower merge.outer_lr", "got 0.5 with 5"],
+            ["fragments.handover", "of at most 1.5", "Lower merge.outer_lr", "got 0.5 with 4"],
         ),
         ("[wan\n", {}, ["broker.toml: not a TOML file", "line 1"]),
         ("[wann]\nup = 1\n", {}, ["broker.toml: wann.up: unknown key", "did you mean wan.up?"]),

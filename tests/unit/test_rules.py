@@ -18,7 +18,7 @@ from narrows.proto.layout import build_table
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("proto", "broker", "learner", "bench")
 
-STATEMENTS_MAX = {"proto": 2220, "broker": 5948, "learner": 3545, "bench": 3390, "tests": 12126}
+STATEMENTS_MAX = {"proto": 2220, "broker": 5948, "learner": 3545, "bench": 3390, "tests": 12125}
 """Statements of a folder without docstrings. Lines are free: a cap of lines packs the code.
 To record inputs and play them again has an allowance of its own in these numbers."""
 
