@@ -63,7 +63,9 @@ class QualityCell:
     beta2: float = 0.95
     """Adam's decay of the second moment."""
     outer_lr: float = 0.4
+    """`merge.outer_lr`."""
     outer_momentum: float = 0.6
+    """`merge.outer_momentum`."""
     handover: float = 0.0
     """`fragments.handover`: share of Adam's first moment that an adoption rebuilds."""
     first_seed: int = REPORT_FIRST_SEED
